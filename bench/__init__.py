@@ -1,0 +1,1 @@
+"""Benchmarks, studies and the training of the embedded checkpoints; they run from a checkout."""
