@@ -1,0 +1,205 @@
+"""Nemotron-H: Mamba-2, attention without positions, and squared-ReLU MLPs, one mixer a layer (arXiv 2504.03624)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from models.base import HybridModel
+from models.config import NemotronHConfig
+from models.layers.attention import attend
+from models.layers.conv import CausalConv
+from models.layers.embedding import Embedding
+from models.layers.groups import by_group
+from models.layers.mlp import MLP, bias_free, relu2
+from models.layers.norm import GateThenNorm, RMSNorm
+from models.weights import Weight, linear
+from pallas_kernels.numerics import mamba2_dt
+from replayssm_jax.cache import AttentionSpec, RecurrentSpec
+from replayssm_jax.recurrence import mamba2
+from replayssm_jax.replay import Segment, recur
+
+
+def conv_channels(config: NemotronHConfig) -> int:
+    """Channels of a Mamba-2 layer's convolution: x, B and C."""
+    return config.mamba_num_heads * config.mamba_head_dim + 2 * config.n_groups * config.d_state
+
+
+class Mamba2Mixer(nnx.Module):
+    """in_proj to [gate z, x, B, C, dt]; convolution over x, B, C; the recurrence; gated group norm; out_proj."""
+
+    def __init__(self, config: NemotronHConfig, *, dtype, rngs: nnx.Rngs):
+        heads, channels = config.mamba_num_heads, conv_channels(config)
+        inner = heads * config.mamba_head_dim
+        self.in_proj = bias_free(config.hidden_size, inner + channels + heads, dtype=dtype, rngs=rngs)
+        self.conv1d = CausalConv(
+            channels, config.conv_kernel, bias=config.use_conv_bias, dtype=dtype, rngs=rngs
+        )
+        self.A_log = nnx.Param(jnp.log(jnp.linspace(1.0, 16.0, heads, dtype=jnp.float32)))
+        self.D = nnx.Param(jnp.ones((heads,), jnp.float32))
+        step_sizes = jnp.exp(
+            jax.random.uniform(rngs.params(), (heads,), minval=jnp.log(0.001), maxval=jnp.log(0.1))
+        )
+        self.dt_bias = nnx.Param(step_sizes + jnp.log(-jnp.expm1(-step_sizes)))
+        self.norm = GateThenNorm(inner, groups=config.n_groups, eps=config.norm_eps, dtype=dtype)
+        self.out_proj = bias_free(inner, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.config = config
+
+    @property
+    def spec(self) -> RecurrentSpec:
+        """Sizes of this layer's cache."""
+        config = self.config
+        return RecurrentSpec(
+            recurrence="mamba2",
+            heads=config.mamba_num_heads,
+            groups=config.n_groups,
+            head_dim=config.mamba_head_dim,
+            d_state=config.d_state,
+            conv_channels=conv_channels(config),
+            conv_kernel=config.conv_kernel,
+        )
+
+    def heads(self) -> mamba2.Heads:
+        """A = -exp(A_log) and D of every head, float32."""
+        return mamba2.Heads(a=-jnp.exp(self.A_log[...]), d=self.D[...])
+
+    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
+        """Returns the layer's output in the dtype of x, and its cache."""
+        config = self.config
+        inner, state = config.mamba_num_heads * config.mamba_head_dim, config.n_groups * config.d_state
+        gate, mixed, raw_dt = jnp.split(self.in_proj(x), (inner, inner + conv_channels(config)), axis=-1)
+        mixed, layer = self.conv1d(mixed, layer, segment)
+        values, b, c = jnp.split(mixed, (inner, inner + state), axis=-1)
+        inputs = mamba2.Inputs(
+            x=by_group(values, config.n_groups),
+            b=by_group(b, config.n_groups),
+            dt=mamba2_dt(raw_dt, self.dt_bias[...], config.dt_limit),
+        )
+        y, layer = recur(mamba2, layer, inputs, by_group(c, config.n_groups), self.heads(), segment)
+        return self.out_proj(self.norm(y.reshape(gate.shape), gate)), layer
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; no position enters it."""
+
+    def __init__(self, config: NemotronHConfig, *, dtype, rngs: nnx.Rngs):
+        linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
+        size, width = config.hidden_size, config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj, self.o_proj = linear(size, width), linear(width, size)
+        self.k_proj, self.v_proj = linear(size, kv_width), linear(size, kv_width)
+        self.spec = AttentionSpec(kv_heads=config.num_key_value_heads, head_dim=config.head_dim)
+
+    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
+        """Returns the layer's output in the dtype of x, and its cache."""
+        q, k, v = (
+            proj(x).reshape(*x.shape[:2], -1, self.spec.head_dim)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y, layer = attend(q, k, v, layer, segment)
+        return self.o_proj(y.reshape(*x.shape[:2], -1)), layer
+
+
+class Block(nnx.Module):
+    """x + mixer(norm(x)), with the mixer that the layer's letter names."""
+
+    def __init__(self, letter: str, config: NemotronHConfig, *, dtype, rngs: nnx.Rngs):
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        if letter == "-":
+            self.mixer = MLP(
+                config.hidden_size, config.intermediate_size, activation=relu2, dtype=dtype, rngs=rngs
+            )
+        else:
+            mixer = {"M": Mamba2Mixer, "*": Attention}[letter]
+            self.mixer = mixer(config, dtype=dtype, rngs=rngs)
+
+    @property
+    def spec(self):
+        """Sizes of this layer's cache, None for an MLP."""
+        return None if isinstance(self.mixer, MLP) else self.mixer.spec
+
+    def heads(self):
+        """The recurrence's per-head constants, None where there is no recurrence."""
+        return self.mixer.heads() if isinstance(self.mixer, Mamba2Mixer) else None
+
+    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
+        """Returns the new residual stream and the layer's cache."""
+        if isinstance(self.mixer, MLP):
+            return x + self.mixer(self.norm(x)), None
+        y, layer = self.mixer(self.norm(x), segment, layer)
+        return x + y, layer
+
+
+class NemotronH(HybridModel):
+    """A dense Nemotron-H language model with random weights; `rs.load` fills in those of a checkpoint."""
+
+    def __init__(self, config: NemotronHConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [Block(letter, config, dtype=dtype, rngs=rngs) for letter in config.layer_pattern]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+
+
+def weight_map(config: NemotronHConfig) -> dict[str, Weight]:
+    """Published tensor names, without their prefix, and where each goes."""
+    size = config.hidden_size
+    table = (config.vocab_size, size)
+    weights = {
+        "embeddings.weight": Weight(path=("embed", "weight"), shape=table),
+        "norm_f.weight": Weight(path=("norm", "weight"), shape=(size,)),
+    }
+    if not config.tie_word_embeddings:
+        weights["lm_head.weight"] = Weight(path=("lm_head", "weight"), shape=table)
+    mixers = {"M": _mamba2_weights, "*": _attention_weights, "-": _mlp_weights}
+    for index, letter in enumerate(config.layer_pattern):
+        path, name = ("layers", index), f"layers.{index}"
+        weights[f"{name}.norm.weight"] = Weight(path=(*path, "norm", "weight"), shape=(size,))
+        mixer = mixers[letter](config, (*path, "mixer"))
+        weights |= {f"{name}.mixer.{key}": weight for key, weight in mixer.items()}
+    return weights
+
+
+def _mamba2_weights(config: NemotronHConfig, path: tuple) -> dict[str, Weight]:
+    heads, channels = config.mamba_num_heads, conv_channels(config)
+    inner = heads * config.mamba_head_dim
+    weights = {
+        "in_proj.weight": linear(
+            *path, "in_proj", inputs=config.hidden_size, outputs=inner + channels + heads
+        ),
+        "conv1d.weight": Weight(
+            path=(*path, "conv1d", "weight"), shape=(channels, 1, config.conv_kernel), transform="conv"
+        ),
+        "norm.weight": Weight(path=(*path, "norm", "weight"), shape=(inner,)),
+        "out_proj.weight": linear(*path, "out_proj", inputs=inner, outputs=config.hidden_size),
+    }
+    if config.use_conv_bias:
+        weights["conv1d.bias"] = Weight(path=(*path, "conv1d", "bias"), shape=(channels,))
+    for name in ("A_log", "D", "dt_bias"):
+        weights[name] = Weight(path=(*path, name), shape=(heads,), keep_float32=True)
+    return weights
+
+
+def _attention_weights(config: NemotronHConfig, path: tuple) -> dict[str, Weight]:
+    size, width = config.hidden_size, config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    return {
+        "q_proj.weight": linear(*path, "q_proj", inputs=size, outputs=width),
+        "k_proj.weight": linear(*path, "k_proj", inputs=size, outputs=kv_width),
+        "v_proj.weight": linear(*path, "v_proj", inputs=size, outputs=kv_width),
+        "o_proj.weight": linear(*path, "o_proj", inputs=width, outputs=size),
+    }
+
+
+def _mlp_weights(config: NemotronHConfig, path: tuple) -> dict[str, Weight]:
+    size, inner = config.hidden_size, config.intermediate_size
+    return {
+        "up_proj.weight": linear(*path, "up_proj", inputs=size, outputs=inner),
+        "down_proj.weight": linear(*path, "down_proj", inputs=inner, outputs=size),
+    }

@@ -1,0 +1,222 @@
+"""Qwen3.5, text part, dense: Gated DeltaNet layers with gated full attention in between (arXiv 2412.06464)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from models.base import HybridModel
+from models.config import Qwen35Config
+from models.layers.attention import attend
+from models.layers.conv import CausalConv
+from models.layers.embedding import Embedding
+from models.layers.groups import by_group
+from models.layers.mlp import GatedMLP, bias_free
+from models.layers.norm import NormThenGate, RMSNorm
+from models.layers.rope import rotate
+from models.weights import Weight, linear
+from pallas_kernels.numerics import gated_delta_log_decay, l2_normalize
+from replayssm_jax.cache import AttentionSpec, RecurrentSpec
+from replayssm_jax.recurrence import gated_delta
+from replayssm_jax.replay import Segment, recur
+
+
+def _norm(size: int, config: Qwen35Config, dtype) -> RMSNorm:
+    return RMSNorm(size, eps=config.norm_eps, offset=1.0, dtype=dtype)
+
+
+def _widths(config: Qwen35Config) -> tuple[int, int]:
+    return config.key_heads * config.key_head_dim, config.value_heads * config.value_head_dim
+
+
+class GatedDeltaNet(nnx.Module):
+    """Convolution over q, k, v; L2-normalised q and k; the gated delta rule; head norm times silu(z)."""
+
+    def __init__(self, config: Qwen35Config, *, dtype, rngs: nnx.Rngs):
+        linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
+        size, heads = config.hidden_size, config.value_heads
+        keys, values = _widths(config)
+        self.in_proj_qkv, self.in_proj_z = linear(size, 2 * keys + values), linear(size, values)
+        self.in_proj_b, self.in_proj_a = linear(size, heads), linear(size, heads)
+        self.conv1d = CausalConv(2 * keys + values, config.conv_kernel, bias=False, dtype=dtype, rngs=rngs)
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)))
+        self.dt_bias = nnx.Param(jnp.ones((heads,), jnp.float32))
+        self.norm = NormThenGate(config.value_head_dim, eps=config.norm_eps)
+        self.out_proj = linear(values, size)
+        self.config = config
+
+    @property
+    def spec(self) -> RecurrentSpec:
+        """Sizes of this layer's cache."""
+        config = self.config
+        keys, values = _widths(config)
+        return RecurrentSpec(
+            recurrence="gated_delta",
+            heads=config.value_heads,
+            groups=config.key_heads,
+            head_dim=config.value_head_dim,
+            d_state=config.key_head_dim,
+            conv_channels=2 * keys + values,
+            conv_kernel=config.conv_kernel,
+        )
+
+    def heads(self) -> gated_delta.Heads:
+        """The delta rule has no per-head constants."""
+        return gated_delta.Heads()
+
+    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
+        """Returns the layer's output in the dtype of x, and its cache."""
+        config, groups = self.config, self.config.key_heads
+        keys, values = _widths(config)
+        mixed, layer = self.conv1d(self.in_proj_qkv(x), layer, segment)
+        q, k, v = jnp.split(mixed, (keys, 2 * keys), axis=-1)
+        reader = l2_normalize(by_group(q, groups)) * config.key_head_dim**-0.5
+        inputs = gated_delta.Inputs(
+            v=by_group(v, groups),
+            k=l2_normalize(by_group(k, groups)).astype(x.dtype),
+            log_decay=gated_delta_log_decay(self.in_proj_a(x), self.A_log[...], self.dt_bias[...]),
+            beta=jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32)),
+        )
+        y, layer = recur(gated_delta, layer, inputs, reader.astype(x.dtype), self.heads(), segment)
+        gate = self.in_proj_z(x).reshape(y.shape)
+        return self.out_proj(self.norm(y, gate).reshape(*x.shape[:2], values)), layer
+
+
+class GatedAttention(nnx.Module):
+    """Grouped-query attention with normed q and k, partial rotation, and a sigmoid gate on the output."""
+
+    def __init__(self, config: Qwen35Config, *, dtype, rngs: nnx.Rngs):
+        linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
+        size, width = config.hidden_size, config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj, self.o_proj = linear(size, 2 * width), linear(width, size)
+        self.k_proj, self.v_proj = linear(size, kv_width), linear(size, kv_width)
+        self.q_norm, self.k_norm = (_norm(config.head_dim, config, dtype) for _ in range(2))
+        self.spec = AttentionSpec(kv_heads=config.num_key_value_heads, head_dim=config.head_dim)
+        self.config = config
+
+    def heads(self) -> None:
+        """No recurrence, no constants."""
+        return None
+
+    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
+        """Returns the layer's output in the dtype of x, and its cache."""
+        config, shape = self.config, x.shape[:2]
+        turn = functools.partial(
+            rotate, positions=segment.positions, rotary_dim=config.rotary_dim, theta=config.rope_theta
+        )
+        q, gate = jnp.split(self.q_proj(x).reshape(*shape, -1, 2 * config.head_dim), 2, axis=-1)
+        k = self.k_proj(x).reshape(*shape, -1, config.head_dim)
+        v = self.v_proj(x).reshape(*shape, -1, config.head_dim)
+        y, layer = attend(turn(self.q_norm(q)), turn(self.k_norm(k)), v, layer, segment)
+        gated = y * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(y.dtype)
+        return self.o_proj(gated.reshape(*shape, -1)), layer
+
+
+class Block(nnx.Module):
+    """x += mixer(norm(x)), then x += mlp(norm(x))."""
+
+    def __init__(self, kind: str, config: Qwen35Config, *, dtype, rngs: nnx.Rngs):
+        size = config.hidden_size
+        self.input_norm, self.mlp_norm = (_norm(size, config, dtype) for _ in range(2))
+        mixer = {"linear_attention": GatedDeltaNet, "full_attention": GatedAttention}[kind]
+        self.mixer = mixer(config, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, rngs=rngs)
+
+    @property
+    def spec(self):
+        """Sizes of this layer's cache."""
+        return self.mixer.spec
+
+    def heads(self):
+        """The recurrence's per-head constants, None where there is no recurrence."""
+        return self.mixer.heads()
+
+    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
+        """Returns the new residual stream and the layer's cache."""
+        y, layer = self.mixer(self.input_norm(x), segment, layer)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), layer
+
+
+class Qwen35(HybridModel):
+    """A dense Qwen3.5 text model with random weights; `rs.load` fills in those of a checkpoint."""
+
+    def __init__(self, config: Qwen35Config, *, dtype=jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([Block(kind, config, dtype=dtype, rngs=rngs) for kind in config.layer_types])
+        self.norm = _norm(config.hidden_size, config, dtype)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+
+
+def weight_map(config: Qwen35Config) -> dict[str, Weight]:
+    """Published tensor names, without their prefix, and where each goes."""
+    size = config.hidden_size
+    table = (config.vocab_size, size)
+    weights = {
+        "embed_tokens.weight": Weight(path=("embed", "weight"), shape=table),
+        "norm.weight": Weight(path=("norm", "weight"), shape=(size,)),
+    }
+    if not config.tie_word_embeddings:
+        weights["lm_head.weight"] = Weight(path=("lm_head", "weight"), shape=table)
+    for index, kind in enumerate(config.layer_types):
+        path, name = ("layers", index), f"layers.{index}"
+        layer = {
+            "input_layernorm.weight": Weight(path=(*path, "input_norm", "weight"), shape=(size,)),
+            "post_attention_layernorm.weight": Weight(path=(*path, "mlp_norm", "weight"), shape=(size,)),
+        }
+        for part in ("gate_proj", "up_proj"):
+            layer[f"mlp.{part}.weight"] = linear(
+                *path, "mlp", part, inputs=size, outputs=config.intermediate_size
+            )
+        layer["mlp.down_proj.weight"] = linear(
+            *path, "mlp", "down_proj", inputs=config.intermediate_size, outputs=size
+        )
+        if kind == "linear_attention":
+            mixer = _gated_delta_weights(config, (*path, "mixer"))
+            layer |= {f"linear_attn.{key}": weight for key, weight in mixer.items()}
+        else:
+            mixer = _attention_weights(config, (*path, "mixer"))
+            layer |= {f"self_attn.{key}": weight for key, weight in mixer.items()}
+        weights |= {f"{name}.{key}": weight for key, weight in layer.items()}
+    return weights
+
+
+def _gated_delta_weights(config: Qwen35Config, path: tuple) -> dict[str, Weight]:
+    size, heads = config.hidden_size, config.value_heads
+    keys, values = _widths(config)
+    channels = 2 * keys + values
+    return {
+        "in_proj_qkv.weight": linear(*path, "in_proj_qkv", inputs=size, outputs=channels),
+        "in_proj_z.weight": linear(*path, "in_proj_z", inputs=size, outputs=values),
+        "in_proj_b.weight": linear(*path, "in_proj_b", inputs=size, outputs=heads),
+        "in_proj_a.weight": linear(*path, "in_proj_a", inputs=size, outputs=heads),
+        "conv1d.weight": Weight(
+            path=(*path, "conv1d", "weight"), shape=(channels, 1, config.conv_kernel), transform="conv"
+        ),
+        "A_log": Weight(path=(*path, "A_log"), shape=(heads,), keep_float32=True),
+        "dt_bias": Weight(path=(*path, "dt_bias"), shape=(heads,), keep_float32=True),
+        "norm.weight": Weight(
+            path=(*path, "norm", "weight"), shape=(config.value_head_dim,), keep_float32=True
+        ),
+        "out_proj.weight": linear(*path, "out_proj", inputs=values, outputs=size),
+    }
+
+
+def _attention_weights(config: Qwen35Config, path: tuple) -> dict[str, Weight]:
+    size, width = config.hidden_size, config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    weights = {
+        "q_proj.weight": linear(*path, "q_proj", inputs=size, outputs=2 * width),
+        "k_proj.weight": linear(*path, "k_proj", inputs=size, outputs=kv_width),
+        "v_proj.weight": linear(*path, "v_proj", inputs=size, outputs=kv_width),
+        "o_proj.weight": linear(*path, "o_proj", inputs=width, outputs=size),
+    }
+    for name in ("q_norm", "k_norm"):
+        weights[f"{name}.weight"] = Weight(path=(*path, name, "weight"), shape=(config.head_dim,))
+    return weights

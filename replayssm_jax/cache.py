@@ -1,0 +1,388 @@
+"""The decoding cache: a pytree of checkpoints, rings, convolution windows and keys and values."""
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, UInt32
+
+from pallas_kernels.numerics import hash_uint32
+from replayssm_jax.backend import resolve_implementation, ring_granule
+from replayssm_jax.config import ReplayConfig
+from replayssm_jax.recurrence import RECURRENCES
+
+
+def static() -> Any:
+    """A dataclass field that belongs to the pytree's structure, not to its leaves."""
+    return field(metadata={"static": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSpec:
+    """Sizes of one recurrent layer's cache.
+
+    recurrence: a key of `RECURRENCES`. heads: H. groups: G, groups of B/C or key heads. head_dim: V.
+    d_state: K, the contracted axis. conv_channels, conv_kernel: the causal convolution before the recurrence.
+    """
+
+    recurrence: str
+    heads: int
+    groups: int
+    head_dim: int
+    d_state: int
+    conv_channels: int
+    conv_kernel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Sizes of one attention layer's cache: key-value heads and channels a head."""
+
+    kv_heads: int
+    head_dim: int
+
+
+LayerSpec = RecurrentSpec | AttentionSpec | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """One recurrent layer's buffers.
+
+    checkpoint: the state at token `start`; the current state in eager caches.
+    ring: inputs of the tokens since then, token p in slot p mod R; None in eager caches.
+    conv: convolution *input* columns, position p in column p mod W, W = conv_kernel - 1 + window.
+    heads: per-head constants of the recurrence, copied from the model; the same for all rows.
+    """
+
+    checkpoint: Float[Array, "B H V K"]
+    ring: Any
+    conv: Float[Array, "B W C"]
+    heads: Any
+    recurrence: str = static()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer's keys and values, position p in column p."""
+
+    k: Float[Array, "B S N D"]
+    v: Float[Array, "B S N D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """Everything a batch of rows needs to go on decoding. Passed in, returned, donated.
+
+    layers: a RecurrentLayer, an AttentionLayer or None for every layer of the model.
+    start: tokens folded into the checkpoint (eager: tokens in the state).
+    length: committed ring entries (eager: 0). Position = KV length = start + length.
+    pending: input tokens of the last step that are not committed yet.
+    flush_at: a row flushes at a step of T tokens when length + T exceeds this.
+    seed: a row's seed for stochastic rounding.
+    replay: how the cache decodes; None is the eager method. max_length: columns for keys and values.
+    """
+
+    layers: tuple
+    start: Int32[Array, " B"]
+    length: Int32[Array, " B"]
+    pending: Int32[Array, " B"]
+    flush_at: Int32[Array, " B"]
+    seed: UInt32[Array, " B"]
+    replay: ReplayConfig | None = static()
+    max_length: int = static()
+
+    @property
+    def batch(self) -> int:
+        """Number of rows B."""
+        return self.start.shape[0]
+
+    @property
+    def position(self) -> Int32[Array, " B"]:
+        """Committed tokens of each row."""
+        return self.start + self.length
+
+    @property
+    def window(self) -> int:
+        """The largest number of tokens one step may take."""
+        return 1 if self.replay is None else self.replay.window
+
+
+def ring_slots(replay: ReplayConfig) -> int:
+    """R: slots of a ring, at least buffer_length + window, rounded up to the backend's granule."""
+    granule = ring_granule(replay.implementation)
+    return -(-(replay.buffer_length + replay.window) // granule) * granule
+
+
+def _layer(spec: LayerSpec, heads, batch: int, max_length: int, replay: ReplayConfig | None, dtype):
+    if spec is None:
+        return None
+    if isinstance(spec, AttentionSpec):
+        shape = (batch, max_length, spec.kv_heads, spec.head_dim)
+        return AttentionLayer(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    window = 1 if replay is None else replay.window
+    ring = None
+    if replay is not None:
+        ring = RECURRENCES[spec.recurrence].zeros(
+            batch,
+            ring_slots(replay),
+            heads=spec.heads,
+            groups=spec.groups,
+            head_dim=spec.head_dim,
+            d_state=spec.d_state,
+            dtype=dtype,
+        )
+    return RecurrentLayer(
+        checkpoint=jnp.zeros((batch, spec.heads, spec.head_dim, spec.d_state), jnp.float32),
+        ring=ring,
+        conv=jnp.zeros((batch, spec.conv_kernel - 1 + window, spec.conv_channels), dtype),
+        heads=jax.tree.map(jnp.copy, heads),
+        recurrence=spec.recurrence,
+    )
+
+
+def row_seeds(seed: int, rows: Int32[Array, " n"]) -> UInt32[Array, " n"]:
+    """One uint32 seed a row (or prompt): hash of (seed, index)."""
+    return hash_uint32(jnp.uint32(seed % 2**32), rows.astype(jnp.uint32))
+
+
+def init_cache(
+    specs: tuple[LayerSpec, ...],
+    heads: tuple,
+    batch: int,
+    max_length: int,
+    *,
+    replay: ReplayConfig | None,
+    dtype,
+    flush_at=None,
+    seed: int = 0,
+) -> Cache:
+    """An empty cache of `batch` rows at position 0.
+
+    specs: one entry a model layer; heads: the recurrence's per-head constants of each layer (None elsewhere).
+    max_length: tokens a row can hold. dtype: of ring inputs, convolution columns, keys and values.
+    flush_at: int or [batch], 1..buffer_length; a smaller value makes a row's first window shorter. None:
+    buffer_length. seed: base of the rows' seeds.
+
+    Raises ValueError for sizes below 1, flush_at out of range, or a backend that cannot serve the request.
+    """
+    for name, value in (("batch", batch), ("max_length", max_length)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+    if replay is None:
+        if flush_at is not None:
+            raise ValueError("flush_at has no meaning in an eager cache (replay=None).")
+        flush_at = 1
+    else:
+        replay = replace(replay, implementation=resolve_implementation(replay.implementation))
+        flush_at = _checked_flush_at(flush_at, batch, replay)
+    count = jnp.zeros((batch,), jnp.int32)
+    return Cache(
+        layers=tuple(
+            _layer(spec, constants, batch, int(max_length), replay, dtype)
+            for spec, constants in zip(specs, heads, strict=True)
+        ),
+        start=count,
+        length=jnp.copy(count),
+        pending=jnp.copy(count),
+        flush_at=jnp.broadcast_to(jnp.asarray(flush_at, jnp.int32), (batch,)),
+        seed=row_seeds(seed, jnp.arange(batch, dtype=jnp.int32)),
+        replay=replay,
+        max_length=int(max_length),
+    )
+
+
+def _checked_flush_at(flush_at, batch: int, replay: ReplayConfig):
+    if flush_at is None:
+        return replay.buffer_length
+    if isinstance(flush_at, jax.core.Tracer):
+        return flush_at
+    values = np.asarray(flush_at)
+    if values.dtype.kind not in "iu" or values.shape not in ((), (batch,)):
+        raise ValueError(f"flush_at must be an integer or {batch} integers, got {flush_at!r}.")
+    if values.min() < 1 or values.max() > replay.buffer_length:
+        raise ValueError(
+            f"flush_at must lie in 1..buffer_length={replay.buffer_length}, got {values.tolist()}."
+        )
+    return values
+
+
+def cache_bytes(
+    specs: tuple[LayerSpec, ...], max_length: int, replay: ReplayConfig | None, dtype
+) -> dict[str, int]:
+    """Bytes a sequence of the cache's buffers: keys checkpoint, ring, conv, kv and total."""
+    if replay is not None:
+        replay = replace(replay, implementation=resolve_implementation(replay.implementation))
+    layers = jax.eval_shape(lambda: tuple(_layer(spec, None, 1, max_length, replay, dtype) for spec in specs))
+    recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+    attention = [layer for layer in layers if isinstance(layer, AttentionLayer)]
+
+    def size(tree) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    parts = {
+        "checkpoint": size([layer.checkpoint for layer in recurrent]),
+        "ring": size([layer.ring for layer in recurrent]),
+        "conv": size([layer.conv for layer in recurrent]),
+        "kv": size(attention),
+    }
+    return parts | {"total": sum(parts.values())}
+
+
+def check_usable(cache: Cache, name: str = "cache") -> None:
+    """Raises ValueError when a buffer of `cache` was donated to an earlier call."""
+    for leaf in jax.tree.leaves(cache):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+            raise ValueError(
+                f"The {name} was donated to an earlier prefill, step, commit, insert or reset; "
+                "use the cache which that call returned."
+            )
+
+
+def _map_rows(function, cache: Cache, *others: Cache) -> Cache:
+    """Apply `function` to every leaf that has a row axis; per-head constants stay as they are."""
+
+    def layer(first, *rest):
+        if not isinstance(first, RecurrentLayer):
+            return jax.tree.map(function, first, *rest)
+        bare = [replace(item, heads=None) for item in (first, *rest)]
+        return replace(jax.tree.map(function, *bare), heads=first.heads)
+
+    names = ("start", "length", "pending", "flush_at", "seed")
+    return replace(
+        cache,
+        layers=tuple(
+            layer(*items) for items in zip(cache.layers, *(other.layers for other in others), strict=True)
+        ),
+        **{
+            name: function(getattr(cache, name), *(getattr(other, name) for other in others))
+            for name in names
+        },
+    )
+
+
+def _row_indices(rows, name: str) -> Int32[Array, " n"]:
+    indices = jnp.asarray(rows)
+    if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} takes rows as a one-dimensional integer array, got {indices.dtype}{list(indices.shape)}."
+        )
+    return indices.astype(jnp.int32)
+
+
+@jax.jit
+def _select(cache: Cache, rows: Int32[Array, " n"]) -> Cache:
+    picked = _map_rows(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), cache)
+    layers = tuple(
+        replace(layer, heads=jax.tree.map(jnp.copy, layer.heads))
+        if isinstance(layer, RecurrentLayer)
+        else layer
+        for layer in picked.layers
+    )
+    return replace(picked, layers=layers)
+
+
+def select(cache: Cache, rows) -> Cache:
+    """A new cache of the given rows; `cache` stays usable.
+
+    rows: int32 [n] in 0..B-1, repeats allowed. Returns a cache of n rows that shares no buffer with `cache`.
+    Raises ValueError for a donated cache, for rows of another shape, and for host integers out of range.
+    """
+    check_usable(cache)
+    indices = _row_indices(rows, "select")
+    if not isinstance(rows, jax.Array) and indices.size:
+        values = np.asarray(rows)
+        if values.min() < 0 or values.max() >= cache.batch:
+            raise ValueError(f"select takes rows in 0..{cache.batch - 1}, got {values.tolist()}.")
+    return _select(cache, indices)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(cache: Cache, part: Cache, rows: Int32[Array, " n"]) -> Cache:
+    return _map_rows(lambda leaf, new: leaf.at[rows].set(new, mode="drop"), cache, part)
+
+
+def insert(cache: Cache, part: Cache, rows) -> Cache:
+    """Write the rows of `part` over rows of `cache`.
+
+    cache: donated. part: n rows, same model, replay configuration, max_length and dtypes; stays usable.
+    rows: int32 [n], distinct; indices >= B are dropped (pad with B), -1 means the last row.
+    Raises ValueError for a donated argument and for a `part` that differs in configuration or dtypes.
+    """
+    check_usable(cache)
+    check_usable(part, "part")
+    indices = _row_indices(rows, "insert")
+    if indices.shape[0] != part.batch:
+        raise ValueError(f"insert got {indices.shape[0]} row indices for a part of {part.batch} rows.")
+    for name in ("replay", "max_length"):
+        mine, theirs = getattr(cache, name), getattr(part, name)
+        if mine != theirs:
+            raise ValueError(f"insert needs the same {name}: the cache has {mine}, the part has {theirs}.")
+    mine, theirs = (
+        [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(_without_heads(item)[:2])]
+        for item in (cache, part)
+    )
+    if jax.tree.structure(cache) != jax.tree.structure(part) or mine != theirs:
+        raise ValueError("insert needs a part with the layers, shapes and dtypes of the cache.")
+    return _insert(cache, part, indices)
+
+
+def _without_heads(cache: Cache) -> tuple:
+    layers = tuple(
+        replace(layer, heads=None) if isinstance(layer, RecurrentLayer) else layer for layer in cache.layers
+    )
+    return layers, (cache.start, cache.length, cache.pending, cache.flush_at, cache.seed)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _reset(cache: Cache, rows: Int32[Array, " n"], seeds: UInt32[Array, " n"] | None) -> Cache:
+    seed = cache.seed if seeds is None else cache.seed.at[rows].set(seeds, mode="drop")
+    full = 1 if cache.replay is None else cache.replay.buffer_length
+    flush_at = cache.flush_at.at[rows].set(jnp.int32(full), mode="drop")
+    cleared = _map_rows(lambda leaf: leaf.at[rows].set(jnp.zeros((), leaf.dtype), mode="drop"), cache)
+    return replace(cleared, seed=seed, flush_at=flush_at)
+
+
+def reset(cache: Cache, rows, seeds=None) -> Cache:
+    """Empty the given rows: state, ring, convolution, keys, values and cursors become 0, flush_at L.
+
+    cache: donated. rows: int32 [n]; indices >= B are dropped (pad with B), -1 means the last row.
+    seeds: uint32 [n] new row seeds, or None to keep them.
+    Raises ValueError for a donated cache and for shapes that do not fit.
+    """
+    check_usable(cache)
+    indices = _row_indices(rows, "reset")
+    if seeds is not None:
+        seeds = jnp.asarray(seeds, jnp.uint32)
+        if seeds.shape != indices.shape:
+            raise ValueError(f"reset got {seeds.shape} seeds for {indices.shape[0]} rows.")
+    return _reset(cache, indices, seeds)
+
+
+@jax.jit
+def _materialize(cache: Cache) -> tuple:
+    states = []
+    for layer in cache.layers:
+        if isinstance(layer, RecurrentLayer):
+            state = jnp.copy(layer.checkpoint)
+            if layer.ring is not None:
+                recurrence = RECURRENCES[layer.recurrence]
+                state = recurrence.fold(state, layer.ring, layer.heads, cache.start, cache.length)
+            states.append(state)
+    return tuple(states)
+
+
+def materialize(cache: Cache) -> tuple[Float[Array, "B H V K"], ...]:
+    """The true state of every recurrent layer at the committed position.
+
+    Returns float32 [B, H, V, K] a recurrent layer, unrounded; uncommitted entries are ignored. `cache` stays
+    usable. Raises ValueError for a donated cache.
+    """
+    check_usable(cache)
+    return _materialize(cache)

@@ -1,0 +1,38 @@
+"""How a cache decodes: the replay configuration."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Implementation = Literal["auto", "xla", "pallas"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """ReplaySSM decoding: a checkpoint of the state and a ring of the inputs since then.
+
+    buffer_length: L, committed tokens a row may hold in the ring before its checkpoint is rewritten.
+    window: the largest number of tokens one `step` may take (1 + drafts for speculative verification).
+    implementation: "auto" picks the fastest backend that serves the device, "xla" is portable JAX, "pallas"
+        the GPU kernels; an explicit request that cannot be served raises when the cache is made.
+
+    Raises ValueError for sizes below 1, for buffer_length < window, and for an unknown implementation.
+    """
+
+    buffer_length: int = 16
+    window: int = 1
+    implementation: Implementation = "auto"
+
+    def __post_init__(self):
+        for name in ("buffer_length", "window"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+        if self.buffer_length < self.window:
+            raise ValueError(
+                f"buffer_length must be at least window: got buffer_length={self.buffer_length}, "
+                f"window={self.window}."
+            )
+        if self.implementation not in ("auto", "xla", "pallas"):
+            raise ValueError(
+                f'implementation must be "auto", "xla" or "pallas", got {self.implementation!r}.'
+            )
