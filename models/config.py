@@ -1,8 +1,8 @@
 """Model configurations: `config.json` of a supported family, checked and read into a frozen dataclass.
 
 Every rule where published files differ stands here, once. Absent fields take the defaults of the family's
-configuration class in transformers 5.24. Anything that would change the arithmetic and is not built is refused by
-name, before any weight is read.
+configuration class in transformers 5.24. Anything that would change the arithmetic and is not built is
+refused by name, before any weight is read.
 """
 
 import dataclasses
@@ -34,8 +34,9 @@ class CheckpointError(ValueError):
 class NemotronHConfig:
     """Sizes and settings of a dense Nemotron-H model.
 
-    `layer_pattern` has one letter a layer: M (Mamba-2), * (attention), - (MLP). `dt_limit` bounds the Mamba-2 step
-    size after softplus; it is (0, inf) unless the file says otherwise. Only the convolution may carry a bias.
+    `layer_pattern` has one letter a layer: M (Mamba-2), * (attention), - (MLP). `dt_limit` bounds the
+    Mamba-2 step size after softplus; it is (0, inf) unless the file says otherwise. Only the convolution may
+    carry a bias.
     """
 
     vocab_size: int
@@ -64,8 +65,8 @@ class NemotronHConfig:
 class Qwen35Config:
     """Sizes and settings of the text part of a dense Qwen3.5 model.
 
-    `layer_types` has "linear_attention" (Gated DeltaNet) or "full_attention" for each layer. The first `rotary_dim`
-    channels of an attention head rotate, with frequencies rope_theta^(-2i / rotary_dim).
+    `layer_types` has "linear_attention" (Gated DeltaNet) or "full_attention" for each layer. The first
+    `rotary_dim` channels of an attention head rotate, with frequencies rope_theta^(-2i / rotary_dim).
     """
 
     vocab_size: int
@@ -93,10 +94,11 @@ ModelConfig = NemotronHConfig | Qwen35Config
 
 
 def parse_config(raw: Mapping, generation: Mapping | None = None) -> ModelConfig:
-    """Reads the contents of `config.json` (and of `generation_config.json`, for its stop ids) into a configuration.
+    """Reads the contents of `config.json` (and of `generation_config.json`, for its stop ids) into a
+    configuration.
 
-    Raises CheckpointError naming the field for a family, layer kind, activation, bias, rotary scaling, quantisation
-    or value that is not supported.
+    Raises CheckpointError naming the field for a family, layer kind, activation, bias, rotary scaling,
+    quantisation or value that is not supported.
     """
     family = raw.get("model_type")
     eos = _token_ids(raw.get("eos_token_id"), generation)
@@ -182,8 +184,9 @@ def _qwen35(raw: Mapping, eos: tuple[int, ...]) -> Qwen35Config:
 def layer_pattern(raw: Mapping) -> str:
     """The letters of a Nemotron-H layer map, from `hybrid_override_pattern` or a list of layer names.
 
-    The list stands under `layers_block_type` or `layer_types`, with the names of either transformers generation. Maps
-    that disagree with each other or with `num_hidden_layers` are refused: which of them the weights follow is unknown.
+    The list stands under `layers_block_type` or `layer_types`, with the names of either transformers
+    generation. Maps that disagree with each other or with `num_hidden_layers` are refused: which of them the
+    weights follow is unknown.
     """
     maps = {}
     if raw.get("hybrid_override_pattern") is not None:
@@ -242,8 +245,8 @@ def layer_types(text: Mapping) -> tuple[str, ...]:
 def dt_limit(raw: Mapping) -> tuple[float, float]:
     """The run-time bounds of the Mamba-2 step size, from `time_step_limit` alone; (0, inf) when absent.
 
-    `time_step_min`, `time_step_max` and `time_step_floor` shape the initialisation of dt_bias and bound nothing here.
-    An upper bound of null, "inf", Infinity or beyond float32 (1e308) means none.
+    `time_step_min`, `time_step_max` and `time_step_floor` shape the initialisation of dt_bias and bound
+    nothing here. An upper bound of null, "inf", Infinity or beyond float32 (1e308) means none.
     """
     limit = raw.get("time_step_limit")
     if limit is None:
@@ -264,8 +267,9 @@ def dt_limit(raw: Mapping) -> tuple[float, float]:
 def rope(text: Mapping, head_dim: int) -> tuple[float, int]:
     """Base and width of the rotary embedding, from `rope_parameters` (or `rope_scaling`) and the top level.
 
-    A setting in the dictionary wins over the same setting beside it, as in transformers; one that is absent or null
-    in both is the family's: theta 10000, factor 0.25. Any rope_type but "default" is refused by name.
+    A setting in the dictionary wins over the same setting beside it, as in transformers; one that is absent
+    or null in both is the family's: theta 10000, factor 0.25. Any rope_type but "default" is refused by
+    name.
     """
     settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind = settings.get("rope_type") or settings.get("type") or "default"
@@ -280,8 +284,8 @@ def rope(text: Mapping, head_dim: int) -> tuple[float, int]:
     width = int(head_dim * factor)
     if width % 2 or not 0 < width <= head_dim:
         raise CheckpointError(
-            f"partial_rotary_factor {factor} of head_dim {head_dim} rotates {width} channels; it must be an even"
-            f" number from 2 to {head_dim}"
+            f"partial_rotary_factor {factor} of head_dim {head_dim} rotates {width} channels; it must be an"
+            f" even number from 2 to {head_dim}"
         )
     return theta, width
 
