@@ -1,0 +1,214 @@
+"""Mamba-2 (state-space duality, arXiv 2405.21060): S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T, y_t = S_t c_t + d x_t."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from replayssm_jax.recurrence.segment import (
+    einsum,
+    scan_chunks,
+    segment_sum,
+    select_rows,
+    slot_age,
+    suffix_sum,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the ring holds of each token.
+
+    x: [B, G, T, (H/G)*V], activation dtype; head h is the (h mod H/G)-th of group h // (H/G).
+    b: [B, G, T, K], activation dtype.
+    dt: float32 [B, T, H], after bias, softplus and limit.
+    """
+
+    x: Array
+    b: Array
+    dt: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Constants of the heads: decay rate a = -exp(A_log) and skip d, both float32 [H]."""
+
+    a: Array
+    d: Array
+
+
+def zeros(
+    batch: int,
+    tokens: int,
+    *,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    d_state: int,
+    dtype: jax.typing.DTypeLike,
+) -> Inputs:
+    """Returns neutral inputs, all zeros, of the shapes in `Inputs`."""
+    return Inputs(
+        x=jnp.zeros((batch, groups, tokens, heads // groups * head_dim), dtype),
+        b=jnp.zeros((batch, groups, tokens, d_state), dtype),
+        dt=jnp.zeros((batch, tokens, heads), jnp.float32),
+    )
+
+
+def neutralize(inputs: Inputs, valid: Bool[Array, "B T"]) -> Inputs:
+    """Returns the inputs with the tokens that are not valid made to change no state."""
+    return dataclasses.replace(inputs, dt=jnp.where(valid[:, :, None], inputs.dt, 0.0))
+
+
+def _grouped(per_head: Float32[Array, "B T H"], groups: int) -> Float32[Array, "B G M T"]:
+    batch, tokens, heads = per_head.shape
+    return jnp.moveaxis(per_head, 1, 2).reshape(batch, groups, heads // groups, tokens)
+
+
+def _values(inputs: Inputs, head_dim: int) -> Float32[Array, "B G T M V"]:
+    x = inputs.x.astype(jnp.float32)
+    return x.reshape(*x.shape[:3], -1, head_dim)
+
+
+def _by_group(state: Float32[Array, "B H V K"], groups: int) -> Float32[Array, "B G M V K"]:
+    return state.reshape(state.shape[0], groups, -1, *state.shape[2:])
+
+
+def _per_group(constant: Float32[Array, " H"], groups: int) -> Float32[Array, "1 G M 1"]:
+    return constant.astype(jnp.float32).reshape(1, groups, -1, 1)
+
+
+def _outputs(outputs: Float32[Array, "B G M T V"]) -> Float32[Array, "B T H V"]:
+    batch, groups, per_group, tokens, head_dim = outputs.shape
+    return jnp.moveaxis(outputs, 3, 1).reshape(batch, tokens, groups * per_group, head_dim)
+
+
+def eager_step(
+    state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B G 1 K"], heads: Heads
+) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H V K"]]:
+    """Advances the state by one token and reads it with `reader` (C); the outputs include d x."""
+    groups = reader.shape[1]
+    x = _values(inputs, state.shape[2])[:, :, 0]
+    dt = _grouped(inputs.dt, groups)
+    decay = jnp.exp(_per_group(heads.a, groups) * dt)[..., None]
+    b = inputs.b.astype(jnp.float32)[:, :, :, None, :]
+    c = reader.astype(jnp.float32)[:, :, :, None, :]
+    new = decay * _by_group(state, groups) + (dt * x)[..., None] * b
+    outputs = jnp.sum(new * c, axis=-1) + _per_group(heads.d, groups) * x
+    return _outputs(outputs[:, :, :, None]), new.reshape(state.shape)
+
+
+def _absorb(
+    state: Float32[Array, "B H V K"],
+    inputs: Inputs,
+    weights: Float32[Array, "B G M T"],
+    total: Float32[Array, "B G M"],
+) -> Float32[Array, "B H V K"]:
+    """Returns exp(total) S + sum_j weights_j x_j b_j^T, the state after all the tokens."""
+    groups = inputs.b.shape[1]
+    weighted = _values(inputs, state.shape[2]) * jnp.moveaxis(weights, 3, 2)[..., None]
+    added = einsum("bgtmv,bgtk->bgmvk", weighted, inputs.b.astype(jnp.float32))
+    return (jnp.exp(total)[..., None, None] * _by_group(state, groups) + added).reshape(state.shape)
+
+
+def _chunk(
+    heads: Heads, state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B G T K"]
+) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
+    groups, tokens = reader.shape[1:3]
+    a, d = _per_group(heads.a, groups), _per_group(heads.d, groups)
+    c = reader.astype(jnp.float32)
+    dt = _grouped(inputs.dt, groups)
+    x = _values(inputs, state.shape[2])
+    causal = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None, None]
+    decay = jnp.where(causal, jnp.exp(a[..., None] * segment_sum(dt)), 0.0)
+    scores = einsum("bgik,bgjk->bgij", c, inputs.b.astype(jnp.float32))
+    weights = decay * dt[:, :, :, None, :] * scores[:, :, None]
+    carried = einsum("bgmvk,bgik->bgmiv", _by_group(state, groups), c)
+    outputs = jnp.exp(a * jnp.cumsum(dt, axis=-1))[..., None] * carried
+    outputs = outputs + einsum("bgmij,bgjmv->bgmiv", weights, x) + d[..., None] * jnp.moveaxis(x, 3, 2)
+    to_end = dt * jnp.exp(a * suffix_sum(dt))
+    return _outputs(outputs), _absorb(
+        state, inputs, to_end, (a * jnp.sum(dt, axis=-1, keepdims=True))[..., 0]
+    )
+
+
+def prefill(
+    state: Float32[Array, "B H V K"],
+    inputs: Inputs,
+    reader: Float[Array, "B G T K"],
+    heads: Heads,
+    lengths: Int32[Array, " B"],
+    *,
+    chunk_size: int = 64,
+) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
+    """Advances the state by the first `lengths` tokens of every row, in chunks, and reads every token (section 6 of the paper).
+
+    Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
+    """
+    valid = jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :] < lengths[:, None]
+    chunk = functools.partial(_chunk, heads)
+    return scan_chunks(chunk, state, neutralize(inputs, valid), reader, lengths, chunk_size)
+
+
+def window(
+    checkpoint: Float32[Array, "B H V K"],
+    ring: Inputs,
+    reader: Float[Array, "B G T K"],
+    heads: Heads,
+    start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
+) -> Float32[Array, "B T H V"]:
+    """Reads the last T tokens from the checkpoint and the ring without forming a state; the outputs include d x.
+
+    Args:
+      checkpoint: state before token `start`.
+      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T tokens of
+        the window. Other slots hold anything finite.
+      reader: C of the window's tokens.
+      heads: constants of the heads.
+      start, length: cursors of every row.
+    """
+    groups, tokens = reader.shape[1:3]
+    slots = ring.b.shape[2]
+    a, d = _per_group(heads.a, groups), _per_group(heads.d, groups)
+    c = reader.astype(jnp.float32)
+    age = slot_age(start, slots)
+    last = length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
+    seen = age[:, None, :] <= last[:, :, None]  # [B, T, R]: slot is read by token t
+    later = seen[:, :, None, :] & (age[:, None, None, :] > age[:, None, :, None])
+    dt = _grouped(ring.dt, groups)
+    # Sums over the slots that lie between each slot and the reading token: [B, G, M, T, R], and from the checkpoint on.
+    between = jnp.sum(jnp.where(later[:, None, None], dt[:, :, :, None, None, :], 0.0), axis=-1)
+    total = jnp.sum(jnp.where(seen[:, None, None], dt[:, :, :, None, :], 0.0), axis=-1)
+    scores = einsum("bgtk,bgrk->bgtr", c, ring.b.astype(jnp.float32))
+    weights = dt[:, :, :, None, :] * jnp.exp(a[..., None] * between) * scores[:, :, None]
+    weights = jnp.where(seen[:, None, None], weights, 0.0)
+    current = age[:, None, :] == last[:, :, None]
+    weights = weights + jnp.where(current[:, None, None], d[..., None], 0.0)
+    outputs = einsum("bgmtr,bgrmv->bgmtv", weights, _values(ring, checkpoint.shape[2]))
+    carried = einsum("bgmvk,bgtk->bgmtv", _by_group(checkpoint, groups), c)
+    return _outputs(outputs + jnp.exp(a * total)[..., None] * carried)
+
+
+def fold(
+    checkpoint: Float32[Array, "B H V K"],
+    ring: Inputs,
+    heads: Heads,
+    start: Int32[Array, " B"],
+    length: Int32[Array, " B"],
+) -> Float32[Array, "B H V K"]:
+    """Returns the checkpoint moved over the `length` tokens from `start`; a row of length 0 keeps its bits."""
+    groups, slots = ring.b.shape[1:3]
+    a = _per_group(heads.a, groups)
+    age = slot_age(start, slots)
+    live = age < length[:, None]
+    later = live[:, None, :] & (age[:, None, :] > age[:, :, None])
+    dt = jnp.where(live[:, None, None], _grouped(ring.dt, groups), 0.0)
+    to_end = jnp.sum(jnp.where(later[:, None, None], dt[:, :, :, None, :], 0.0), axis=-1)
+    total = (a * jnp.sum(dt, axis=-1, keepdims=True))[..., 0]
+    folded = _absorb(checkpoint, ring, dt * jnp.exp(a * to_end), total)
+    return select_rows(length > 0, folded, checkpoint)
