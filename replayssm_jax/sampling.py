@@ -1,0 +1,245 @@
+"""Choosing tokens: sampling options, the filters they stand for, and one random key a token.
+
+Filters apply in the order of the transformers library: temperature, top-k, top-p, min-p. All options are traced, so
+changing them compiles nothing. A token's key depends on (seed, prompt index, absolute position, purpose) alone, so
+neither batch mates, nor the row a prompt sits in, nor how a run was cut into calls changes what is drawn.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key, UInt32
+
+SEED_LIMIT = 2**32
+
+
+class Purpose(IntEnum):
+    """What a random number is for; draws for different purposes are independent."""
+
+    SAMPLE = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen and when a text ends.
+
+    max_new_tokens: tokens returned for a prompt at most, the stop id included.
+    temperature: 0 is greedy; otherwise logits are divided by it.
+    top_k: keep the k most likely tokens; 0 or None keeps all. Ties with the k-th are kept.
+    top_p: keep the smallest set of most likely tokens whose probability reaches top_p; 1 or None keeps all.
+    min_p: keep tokens at least min_p times as likely as the most likely one; 0 or None keeps all.
+    seed: 0..2**32 - 1.
+    stop_ids: tokens that end a text; None means the checkpoint's, () none at all.
+    stop_strings: texts that end a text; they may span tokens.
+    vocab_size: ids at or beyond it are never chosen; None means the tokenizer's length, or the checkpoint's
+        vocabulary where there is no tokenizer.
+
+    Raises ValueError naming the option that is out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float | int = 0.0
+    top_k: int | None = 0
+    top_p: float | int | None = 1.0
+    min_p: float | int | None = 0.0
+    seed: int = 0
+    stop_ids: Sequence[int] | None = None
+    stop_strings: Sequence[str] = ()
+    vocab_size: int | None = None
+
+    def __post_init__(self):
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, off)
+        _require(
+            "max_new_tokens", self.max_new_tokens, _is_integer, lambda n: n >= 1, "an integer of at least 1"
+        )
+        _require(
+            "temperature", self.temperature, _is_number, lambda t: t >= 0, "0 (greedy) or a positive number"
+        )
+        _require(
+            "top_k",
+            self.top_k,
+            _is_integer,
+            lambda k: 0 <= k < 2**31,
+            "an integer of at least 1, or 0 for off",
+        )
+        _require("top_p", self.top_p, _is_number, lambda p: 0 < p <= 1, "above 0 and at most 1")
+        _require("min_p", self.min_p, _is_number, lambda p: 0 <= p <= 1, "between 0 and 1")
+        _require(
+            "seed", self.seed, _is_integer, lambda s: 0 <= s < SEED_LIMIT, "an integer from 0 to 2**32 - 1"
+        )
+        if self.vocab_size is not None:
+            _require("vocab_size", self.vocab_size, _is_integer, lambda n: n >= 1, "an integer of at least 1")
+        object.__setattr__(self, "stop_ids", _stop_ids(self.stop_ids))
+        object.__setattr__(self, "stop_strings", _stop_strings(self.stop_strings))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, float | np.floating) and math.isfinite(value))
+
+
+def _require(name: str, value: Any, kind: Callable, holds: Callable, wanted: str) -> None:
+    if not kind(value) or not holds(value):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+
+
+def _stop_ids(ids: Any) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    if isinstance(ids, str) or not all(_is_integer(i) and i >= 0 for i in ids):
+        raise ValueError(f"stop_ids must be token ids from 0 up, or None for the checkpoint's, got {ids!r}.")
+    return tuple(int(i) for i in ids)
+
+
+def _stop_strings(strings: Any) -> tuple[str, ...]:
+    if isinstance(strings, str) or not all(isinstance(s, str) and s for s in strings):
+        raise ValueError(f"stop_strings must be a list of texts that are not empty, got {strings!r}.")
+    return tuple(strings)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingParams:
+    """`Sampling` on the device: traced, so that changing an option compiles nothing.
+
+    stop_ids: padded with -1 to a power of two of at least 8.
+    """
+
+    temperature: Float32[Array, ""]
+    top_k: Int32[Array, ""]
+    top_p: Float32[Array, ""]
+    min_p: Float32[Array, ""]
+    seed: UInt32[Array, ""]
+    vocab_size: Int32[Array, ""]
+    stop_ids: Int32[Array, " N"]
+
+
+def sampling_params(sampling: Sampling, vocab_size: int, stop_ids: Sequence[int]) -> SamplingParams:
+    """Put the options on the device, with the vocabulary and the stop ids they resolve to."""
+    width = max(8, 1 << (len(stop_ids) - 1).bit_length()) if stop_ids else 8
+    padded = np.full(width, -1, np.int32)
+    padded[: len(stop_ids)] = stop_ids
+    return SamplingParams(
+        temperature=jnp.asarray(np.float32(sampling.temperature)),
+        top_k=jnp.asarray(np.int32(sampling.top_k)),
+        top_p=jnp.asarray(np.float32(sampling.top_p)),
+        min_p=jnp.asarray(np.float32(sampling.min_p)),
+        seed=jnp.asarray(np.uint32(sampling.seed)),
+        vocab_size=jnp.asarray(np.int32(vocab_size)),
+        stop_ids=jnp.asarray(padded),
+    )
+
+
+def token_keys(
+    seed: UInt32[Array, ""], prompt: Int32[Array, " B"], position: Int32[Array, " B"], purpose: int
+) -> Key[Array, " B"]:
+    """The key of the token at each row's `position`, for one purpose.
+
+    prompt: index of each row's prompt in the call. position: tokens before the one to be drawn, prompt included.
+    """
+
+    def key(prompt, position):
+        key = jax.random.key(seed, impl="threefry2x32")
+        for word in (prompt, position, jnp.int32(purpose)):
+            key = jax.random.fold_in(key, word)
+        return key
+
+    return jax.vmap(key)(prompt, position)
+
+
+def allowed_logits(logits: Float[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
+    """Logits in float32 with -inf at ids beyond the vocabulary."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(ids < params.vocab_size, logits.astype(jnp.float32), -jnp.inf)
+
+
+def filtered_logits(logits: Float[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
+    """Unnormalised log-probabilities of the distribution that tokens are drawn from.
+
+    logits: raw, any float dtype. Tokens that are never chosen get -inf; at temperature 0 all but the most likely
+    one do. `softmax` of the result is the p (or q) that speculative sampling compares.
+    """
+    logits = allowed_logits(logits, params)
+    return jax.lax.cond(params.temperature > 0, _warp, _only_the_best, logits, params)
+
+
+def filtered_probabilities(logits: Float[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
+    """Probabilities of the distribution that tokens are drawn from; see `filtered_logits`."""
+    return jax.nn.softmax(filtered_logits(logits, params), axis=-1)
+
+
+def _only_the_best(logits: Float32[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    return jnp.where(ids == best, jnp.float32(0), -jnp.inf)
+
+
+def _warp(logits: Float32[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
+    # The largest logit is subtracted first: no temperature, however small, then overflows.
+    temperature = jnp.maximum(params.temperature, jnp.finfo(jnp.float32).tiny)
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    restricted = (params.top_k > 0) | (params.top_p < 1)
+    no_cut = jnp.full((*logits.shape[:-1], 1), -jnp.inf, jnp.float32)
+    cut = jax.lax.cond(restricted, _top_k_top_p_cut, lambda logits, params: no_cut, logits, params)
+    # Probabilities relative to the best token are exp(logits), whatever the two other filters removed.
+    return jnp.where(logits >= jnp.maximum(cut, jnp.log(params.min_p)), logits, -jnp.inf)
+
+
+def _top_k_top_p_cut(logits: Float32[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B 1"]:
+    """The smallest logit that top-k and then top-p keep."""
+    size = logits.shape[-1]
+    descending = -jnp.sort(-logits, axis=-1)
+    rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    last = jnp.clip(jnp.where(params.top_k > 0, params.top_k, size), 1, size) - 1
+    kept = descending >= jax.lax.dynamic_slice_in_dim(descending, last, 1, axis=-1)
+    probabilities = jax.nn.softmax(jnp.where(kept, descending, -jnp.inf), axis=-1)
+    mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept &= (mass_before < params.top_p) | (params.top_p >= 1) | (rank == 0)
+    return jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
+
+
+def sample(
+    logits: Float[Array, "B V"], keys: Key[Array, " B"], params: SamplingParams
+) -> tuple[Int32[Array, " B"], Float32[Array, " B"], Bool[Array, " B"]]:
+    """Choose one token a row, by the Gumbel-max rule with the row's own key.
+
+    logits: raw. Returns the tokens; their log-probabilities, which are the log-softmax of the *raw* logits over the
+    vocabulary, before temperature and filters; and whether a row's logits held no NaN and no +inf (where they did,
+    its token and log-probability mean nothing).
+    """
+    allowed = allowed_logits(logits, params)
+
+    def draw(allowed):
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, allowed.shape[-1:], jnp.float32))(keys)
+        return jnp.argmax(_warp(allowed, params) + noise, axis=-1).astype(jnp.int32)
+
+    def best(allowed):
+        return jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+
+    tokens = jax.lax.cond(params.temperature > 0, draw, best, allowed)
+    return tokens, log_probabilities(allowed, tokens), jnp.isfinite(jnp.max(allowed, axis=-1))
+
+
+def log_probabilities(logits: Float32[Array, "*B V"], tokens: Int32[Array, "*B"]) -> Float32[Array, "*B"]:
+    """Log-softmax of `logits` at `tokens`."""
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def ends_text(tokens: Int32[Array, " B"], params: SamplingParams) -> Bool[Array, " B"]:
+    """True where a token is a stop id."""
+    return jnp.any(tokens[:, None] == params.stop_ids[None, :], axis=-1)
