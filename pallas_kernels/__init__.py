@@ -1,1 +1,1 @@
-"""GPU kernels of the ReplaySSM recurrences, arrays in and arrays out, with the numerics they share with plain JAX."""
+"""GPU kernels of the recurrences, arrays in and arrays out, and the numerics they share with plain JAX."""

@@ -1,4 +1,4 @@
-"""Elementwise numerics that the kernels and the portable backend share: gates, key normalisation and the counter-based hash."""
+"""Numerics that the kernels and the portable backend share: gates, key normalisation, counter-based hash."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def _like(parameter: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def softplus(x: jax.Array) -> jax.Array:
-    """Returns log(1 + exp(x)), the identity above 20, in the dtype of `x` (any shape); the gates call it with float32."""
+    """Returns log(1 + exp(x)), the identity above 20, in the shape and dtype of `x`; the gates pass float32."""
     return jnp.where(x > 20.0, x, jnp.log1p(jnp.exp(jnp.minimum(x, 20.0))))
 
 
@@ -56,7 +56,7 @@ def gated_delta_log_decay(a: jax.Array, a_log: jax.Array, dt_bias: jax.Array) ->
 def kimi_delta_log_decay(
     raw: jax.Array, a_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None = None
 ) -> jax.Array:
-    """Returns the log decay of every key channel of Kimi Delta Attention, in its softplus or its bounded form.
+    """Returns the log decay of every key channel of Kimi Delta Attention, softplus or bounded.
 
     Args:
       raw: [..., H, K], any float dtype.
@@ -77,7 +77,7 @@ def kimi_delta_log_decay(
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """Returns x / sqrt(sum(x^2) + eps) over the last axis, float32 [..., K] for `x` [..., K] of any float dtype."""
+    """Returns x / sqrt(sum(x^2) + eps) over the last axis, float32 [..., K] for `x` of any float dtype."""
     x = _float32(x)
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
@@ -99,8 +99,8 @@ def hash_uint32(*words: jax.Array | int) -> jax.Array:
     """Returns a counter-based hash of integer words: the same words give the same bits on every backend.
 
     Args:
-      words: integers or integer arrays of shapes that broadcast; each is taken modulo 2^32. Put the word that varies
-        fastest last, so that the others are mixed before the broadcast.
+      words: integers or integer arrays of shapes that broadcast, each taken modulo 2^32. The word that varies fastest
+        goes last: then the others are mixed before the broadcast.
 
     Returns:
       uint32 of the broadcast shape.

@@ -1,4 +1,4 @@
-"""Serial float64 NumPy loops of the recurrences and their gates, written from the formulas, one token at a time.
+"""Serial float64 NumPy loops of the recurrences and their gates, from the formulas, one token at a time.
 
 Each loop takes arrays laid out as in `replayssm_jax.recurrence` (rows first, the token axis inside), a state
 [B, H, V, K], and returns outputs [B, T, H, V] and the state after each row's `lengths` tokens.
@@ -25,7 +25,7 @@ def gated_delta_log_decay(a, a_log, dt_bias):
 
 
 def kimi_delta_log_decay(raw, a_log, dt_bias, lower_bound=None):
-    """Log decay of Kimi Delta Attention for raw [..., H, K], a_log [H], dt_bias [H, K]; both forms of the gate."""
+    """Log decay of Kimi Delta Attention, both forms of the gate, for raw [..., H, K], a_log [H], dt_bias [H, K]."""
     rate = np.exp(np.asarray(a_log, np.float64))[:, None]
     shifted = np.asarray(raw, np.float64) + dt_bias
     if lower_bound is None:

@@ -1,4 +1,7 @@
-"""Gated DeltaNet (arXiv 2412.06464): u_t = beta_t (v_t - alpha_t S_{t-1} k_t), S_t = alpha_t S_{t-1} + u_t k_t^T, y_t = S_t q_t."""
+"""Gated DeltaNet (arXiv 2412.06464).
+
+u_t = beta_t (v_t - alpha_t S_{t-1} k_t), S_t = alpha_t S_{t-1} + u_t k_t^T, y_t = S_t q_t.
+"""
 
 import dataclasses
 
@@ -6,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from replayssm_jax.recurrence.layout import grouped, outputs_by_token, state_by_group, values_by_group
 from replayssm_jax.recurrence.segment import (
     einsum,
     in_age_order,
@@ -68,25 +72,6 @@ def neutralize(inputs: Inputs, valid: Bool[Array, "B T"]) -> Inputs:
     )
 
 
-def _grouped(per_head: Float32[Array, "B T H"], groups: int) -> Float32[Array, "B G M T"]:
-    batch, tokens, heads = per_head.shape
-    return jnp.moveaxis(per_head, 1, 2).reshape(batch, groups, heads // groups, tokens)
-
-
-def _values(inputs: Inputs, head_dim: int) -> Float32[Array, "B G M T V"]:
-    v = inputs.v.astype(jnp.float32)
-    return jnp.moveaxis(v.reshape(*v.shape[:3], -1, head_dim), 3, 2)
-
-
-def _by_group(state: Float32[Array, "B H V K"], groups: int) -> Float32[Array, "B G M V K"]:
-    return state.reshape(state.shape[0], groups, -1, *state.shape[2:])
-
-
-def _outputs(outputs: Float32[Array, "B G M T V"]) -> Float32[Array, "B T H V"]:
-    batch, groups, per_group, tokens, head_dim = outputs.shape
-    return jnp.moveaxis(outputs, 3, 1).reshape(batch, tokens, groups * per_group, head_dim)
-
-
 def eager_step(
     state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B G 1 K"], heads: Heads
 ) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H V K"]]:
@@ -94,13 +79,13 @@ def eager_step(
     groups = reader.shape[1]
     k = inputs.k.astype(jnp.float32)[:, :, :, None, :]
     q = reader.astype(jnp.float32)[:, :, :, None, :]
-    alpha = jnp.exp(_grouped(inputs.log_decay, groups))
-    decayed = alpha[..., None] * _by_group(state, groups)
-    v = _values(inputs, state.shape[2])[:, :, :, 0]
-    u = _grouped(inputs.beta, groups) * (v - jnp.sum(decayed * k, axis=-1))
+    alpha = jnp.exp(grouped(inputs.log_decay, groups))
+    decayed = alpha[..., None] * state_by_group(state, groups)
+    v = values_by_group(inputs.v, state.shape[2])[:, :, :, 0]
+    u = grouped(inputs.beta, groups) * (v - jnp.sum(decayed * k, axis=-1))
     new = decayed + u[..., None] * k
     outputs = jnp.sum(new * q, axis=-1)
-    return _outputs(outputs[:, :, :, None]), new.reshape(state.shape)
+    return outputs_by_token(outputs[:, :, :, None]), new.reshape(state.shape)
 
 
 def _interactions(inputs: Inputs, decay: Float32[Array, "B G M T T"]) -> Float32[Array, "B G M T T"]:
@@ -109,7 +94,7 @@ def _interactions(inputs: Inputs, decay: Float32[Array, "B G M T T"]) -> Float32
     k = inputs.k.astype(jnp.float32)
     gram = einsum("bgik,bgjk->bgij", k, k)[:, :, None]
     earlier = jnp.tril(jnp.ones((tokens, tokens), bool), -1)[None, None, None]
-    return jnp.where(earlier, _grouped(inputs.beta, groups)[..., None] * decay * gram, 0.0)
+    return jnp.where(earlier, grouped(inputs.beta, groups)[..., None] * decay * gram, 0.0)
 
 
 def _updates(
@@ -118,11 +103,11 @@ def _updates(
     interactions: Float32[Array, "B G M T T"],
     carry_decay: Float32[Array, "B G M T"],
 ) -> Float32[Array, "B G M T V"]:
-    """Returns the update vectors U = (I + A)^-1 diag(beta) (V - diag(P) K S^T) of all tokens (the WY form)."""
+    """Returns all update vectors, U = (I + A)^-1 diag(beta) (V - diag(P) K S^T) (the WY form)."""
     groups = inputs.k.shape[1]
-    carried = einsum("bgik,bgmvk->bgmiv", inputs.k.astype(jnp.float32), _by_group(state, groups))
-    right = _values(inputs, state.shape[2]) - carry_decay[..., None] * carried
-    right = _grouped(inputs.beta, groups)[..., None] * right
+    carried = einsum("bgik,bgmvk->bgmiv", inputs.k.astype(jnp.float32), state_by_group(state, groups))
+    right = values_by_group(inputs.v, state.shape[2]) - carry_decay[..., None] * carried
+    right = grouped(inputs.beta, groups)[..., None] * right
     return jax.lax.linalg.triangular_solve(
         interactions, right, left_side=True, lower=True, unit_diagonal=True
     )
@@ -133,11 +118,11 @@ def _absorb(
 ) -> Float32[Array, "B H V K"]:
     """Returns exp(total) S + sum_j exp(sum after j) u_j k_j^T, the state after all the tokens."""
     groups = inputs.k.shape[1]
-    log_decay = _grouped(inputs.log_decay, groups)
+    log_decay = grouped(inputs.log_decay, groups)
     weighted = jnp.exp(suffix_sum(log_decay))[..., None] * updates
     added = einsum("bgmtv,bgtk->bgmvk", weighted, inputs.k.astype(jnp.float32))
     total = jnp.exp(jnp.sum(log_decay, axis=-1))[..., None, None]
-    return (total * _by_group(state, groups) + added).reshape(state.shape)
+    return (total * state_by_group(state, groups) + added).reshape(state.shape)
 
 
 def _chunk(
@@ -145,16 +130,16 @@ def _chunk(
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
     groups, tokens = reader.shape[1:3]
     q = reader.astype(jnp.float32)
-    log_decay = _grouped(inputs.log_decay, groups)
+    log_decay = grouped(inputs.log_decay, groups)
     decay = jnp.exp(segment_sum(log_decay))
     carry_decay = jnp.exp(jnp.cumsum(log_decay, axis=-1))
     updates = _updates(state, inputs, _interactions(inputs, decay), carry_decay)
     causal = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None, None]
     scores = einsum("bgik,bgjk->bgij", q, inputs.k.astype(jnp.float32))[:, :, None]
     weights = jnp.where(causal, decay * scores, 0.0)
-    carried = einsum("bgik,bgmvk->bgmiv", q, _by_group(state, groups))
+    carried = einsum("bgik,bgmvk->bgmiv", q, state_by_group(state, groups))
     outputs = carry_decay[..., None] * carried + einsum("bgmij,bgmjv->bgmiv", weights, updates)
-    return _outputs(outputs), _absorb(state, inputs, updates)
+    return outputs_by_token(outputs), _absorb(state, inputs, updates)
 
 
 def prefill(
@@ -166,9 +151,9 @@ def prefill(
     *,
     chunk_size: int = 64,
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
-    """Advances the state by the first `lengths` tokens of every row, in chunks of the WY form, and reads every token.
+    """Advances the state by the first `lengths` tokens of every row, in chunks, and reads every token.
 
-    Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
+    A chunk takes the WY form of the delta rule (arXiv 2406.06484). Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
     """
     valid = jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :] < lengths[:, None]
     return scan_chunks(_chunk, state, neutralize(inputs, valid), reader, lengths, chunk_size)
@@ -182,15 +167,15 @@ def window(
     start: Int32[Array, " B"],
     length: Int32[Array, " B"],
 ) -> Float32[Array, "B T H V"]:
-    """Reads the last T tokens from the checkpoint and the ring without forming a state, by the adjoint form W (I + A) = F.
+    """Reads the last T tokens from the checkpoint and the ring without forming a state.
 
-    With c_ij = W_ij beta_j and z_i = P_i q_i - sum_j c_ij P_j k_j, the output is O_i = sum_j c_ij v_j + S z_i: the state
-    is read T times, whatever the number of tokens in the ring.
+    The adjoint form solves W (I + A) = F. With c_ij = W_ij beta_j and z_i = P_i q_i - sum_j c_ij P_j k_j the output
+    is O_i = sum_j c_ij v_j + S z_i: the state is read T times, whatever the number of tokens in the ring.
 
     Args:
       checkpoint: state before token `start`.
-      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T tokens of
-        the window. Other slots hold anything finite.
+      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T
+        tokens of the window. Other slots hold anything finite.
       reader: q of the window's tokens.
       heads: constants of the heads.
       start, length: cursors of every row.
@@ -202,7 +187,7 @@ def window(
     seen = (index[None, None, :] <= last[:, :, None])[:, None, None]  # [B, 1, 1, T, R]
     ordered = in_age_order(ring, start, length + tokens)
     k, q = ordered.k.astype(jnp.float32), reader.astype(jnp.float32)
-    log_decay = _grouped(ordered.log_decay, groups)
+    log_decay = grouped(ordered.log_decay, groups)
     sums = segment_sum(log_decay)
     rows = jnp.broadcast_to(last[:, None, None, :, None], (*log_decay.shape[:3], tokens, slots))
     decay = jnp.exp(jnp.take_along_axis(sums, rows, axis=-2, mode="promise_in_bounds"))
@@ -211,13 +196,13 @@ def window(
     solved = jax.lax.linalg.triangular_solve(
         _interactions(ordered, jnp.exp(sums)), weights, left_side=False, lower=True, unit_diagonal=True
     )
-    coefficients = jnp.where(seen, solved * _grouped(ordered.beta, groups)[:, :, :, None, :], 0.0)
+    coefficients = jnp.where(seen, solved * grouped(ordered.beta, groups)[:, :, :, None, :], 0.0)
     carry_decay = jnp.exp(jnp.cumsum(log_decay, axis=-1))
     read_decay = jnp.exp(jnp.sum(jnp.where(seen, log_decay[:, :, :, None, :], 0.0), axis=-1))
     z = read_decay[..., None] * q[:, :, None]
     z = z - einsum("bgmtr,bgrk->bgmtk", coefficients * carry_decay[:, :, :, None, :], k)
-    outputs = einsum("bgmtr,bgmrv->bgmtv", coefficients, _values(ordered, checkpoint.shape[2]))
-    return _outputs(outputs + einsum("bgmtk,bgmvk->bgmtv", z, _by_group(checkpoint, groups)))
+    outputs = einsum("bgmtr,bgmrv->bgmtv", coefficients, values_by_group(ordered.v, checkpoint.shape[2]))
+    return outputs_by_token(outputs + einsum("bgmtk,bgmvk->bgmtv", z, state_by_group(checkpoint, groups)))
 
 
 def fold(
@@ -227,9 +212,9 @@ def fold(
     start: Int32[Array, " B"],
     length: Int32[Array, " B"],
 ) -> Float32[Array, "B H V K"]:
-    """Returns the checkpoint moved over the `length` tokens from `start`; a row of length 0 keeps its bits."""
+    """Returns the checkpoint moved over `length` tokens from `start`; a row of length 0 keeps its bits."""
     ordered = in_age_order(ring, start, length)
-    log_decay = _grouped(ordered.log_decay, ring.k.shape[1])
+    log_decay = grouped(ordered.log_decay, ring.k.shape[1])
     interactions = _interactions(ordered, jnp.exp(segment_sum(log_decay)))
     updates = _updates(checkpoint, ordered, interactions, jnp.exp(jnp.cumsum(log_decay, axis=-1)))
     return select_rows(length > 0, _absorb(checkpoint, ordered, updates), checkpoint)

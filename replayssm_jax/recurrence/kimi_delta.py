@@ -1,6 +1,6 @@
 """Kimi Delta Attention (arXiv 2510.26692): the delta rule with a decay for every key channel.
 
-u_t = beta_t (v_t - S_{t-1} (a_t * k_t)), S_t = S_{t-1} diag(a_t) + u_t k_t^T, y_t = S_t q_t, with a_t = exp(log_decay_t).
+u_t = beta_t (v_t - S_{t-1} (a_t * k_t)), S_t = S_{t-1} diag(a_t) + u_t k_t^T, y_t = S_t q_t, a_t = exp(log_decay_t).
 """
 
 import dataclasses
@@ -136,10 +136,10 @@ def prefill(
     *,
     chunk_size: int = 16,
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
-    """Advances the state by the first `lengths` tokens of every row, in chunks of the WY form, and reads every token.
+    """Advances the state by the first `lengths` tokens of every row, in chunks, and reads every token.
 
-    The decays between the tokens of a chunk take chunk_size^2 K numbers a head, hence the small chunk. Outputs beyond a
-    row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
+    A chunk takes the WY form; the decays between its tokens are chunk_size^2 K numbers a head, hence the small chunk.
+    Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
     """
     valid = jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :] < lengths[:, None]
     return scan_chunks(_chunk, state, neutralize(inputs, valid), reader, lengths, chunk_size)
@@ -153,15 +153,15 @@ def window(
     start: Int32[Array, " B"],
     length: Int32[Array, " B"],
 ) -> Float32[Array, "B T H V"]:
-    """Reads the last T tokens from the checkpoint and the ring without forming a state, by the serial adjoint chain.
+    """Reads the last T tokens from the checkpoint and the ring without forming a state.
 
-    From the newest token to the oldest, c = beta_j k_j . z and z <- a_j * (z - c k_j), with z = q at first; then
-    O = sum_j c_j v_j + S z. A chain needs the decays of R tokens, a matrix form those of R^2 pairs.
+    The adjoint chain goes from the newest token to the oldest: c_j = beta_j k_j . z and z <- a_j * (z - c_j k_j), with
+    z = q at first; then O = sum_j c_j v_j + S z. It needs the decays of R tokens, a matrix form those of R^2 pairs.
 
     Args:
       checkpoint: state before token `start`.
-      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T tokens of
-        the window. Other slots hold anything finite.
+      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T
+        tokens of the window. Other slots hold anything finite.
       reader: q of the window's tokens.
       heads: constants of the heads.
       start, length: cursors of every row.
@@ -197,7 +197,7 @@ def fold(
     start: Int32[Array, " B"],
     length: Int32[Array, " B"],
 ) -> Float32[Array, "B H V K"]:
-    """Returns the checkpoint moved over the `length` tokens from `start`; a row of length 0 keeps its bits."""
+    """Returns the checkpoint moved over `length` tokens from `start`; a row of length 0 keeps its bits."""
     ordered = in_age_order(ring, start, length)
     decay = _segment_decay(ordered.log_decay)
     updates = _updates(checkpoint, ordered, decay)

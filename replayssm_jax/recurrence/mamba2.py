@@ -1,4 +1,4 @@
-"""Mamba-2 (state-space duality, arXiv 2405.21060): S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T, y_t = S_t c_t + d x_t."""
+"""Mamba-2 (arXiv 2405.21060): S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T, y_t = S_t c_t + d x_t."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from replayssm_jax.recurrence.layout import grouped, outputs_by_token, state_by_group, values_by_group
 from replayssm_jax.recurrence.segment import (
     einsum,
     scan_chunks,
@@ -64,27 +65,8 @@ def neutralize(inputs: Inputs, valid: Bool[Array, "B T"]) -> Inputs:
     return dataclasses.replace(inputs, dt=jnp.where(valid[:, :, None], inputs.dt, 0.0))
 
 
-def _grouped(per_head: Float32[Array, "B T H"], groups: int) -> Float32[Array, "B G M T"]:
-    batch, tokens, heads = per_head.shape
-    return jnp.moveaxis(per_head, 1, 2).reshape(batch, groups, heads // groups, tokens)
-
-
-def _values(inputs: Inputs, head_dim: int) -> Float32[Array, "B G T M V"]:
-    x = inputs.x.astype(jnp.float32)
-    return x.reshape(*x.shape[:3], -1, head_dim)
-
-
-def _by_group(state: Float32[Array, "B H V K"], groups: int) -> Float32[Array, "B G M V K"]:
-    return state.reshape(state.shape[0], groups, -1, *state.shape[2:])
-
-
 def _per_group(constant: Float32[Array, " H"], groups: int) -> Float32[Array, "1 G M 1"]:
     return constant.astype(jnp.float32).reshape(1, groups, -1, 1)
-
-
-def _outputs(outputs: Float32[Array, "B G M T V"]) -> Float32[Array, "B T H V"]:
-    batch, groups, per_group, tokens, head_dim = outputs.shape
-    return jnp.moveaxis(outputs, 3, 1).reshape(batch, tokens, groups * per_group, head_dim)
 
 
 def eager_step(
@@ -92,14 +74,14 @@ def eager_step(
 ) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H V K"]]:
     """Advances the state by one token and reads it with `reader` (C); the outputs include d x."""
     groups = reader.shape[1]
-    x = _values(inputs, state.shape[2])[:, :, 0]
-    dt = _grouped(inputs.dt, groups)
+    x = values_by_group(inputs.x, state.shape[2])[:, :, :, 0]
+    dt = grouped(inputs.dt, groups)
     decay = jnp.exp(_per_group(heads.a, groups) * dt)[..., None]
     b = inputs.b.astype(jnp.float32)[:, :, :, None, :]
     c = reader.astype(jnp.float32)[:, :, :, None, :]
-    new = decay * _by_group(state, groups) + (dt * x)[..., None] * b
+    new = decay * state_by_group(state, groups) + (dt * x)[..., None] * b
     outputs = jnp.sum(new * c, axis=-1) + _per_group(heads.d, groups) * x
-    return _outputs(outputs[:, :, :, None]), new.reshape(state.shape)
+    return outputs_by_token(outputs[:, :, :, None]), new.reshape(state.shape)
 
 
 def _absorb(
@@ -110,9 +92,9 @@ def _absorb(
 ) -> Float32[Array, "B H V K"]:
     """Returns exp(total) S + sum_j weights_j x_j b_j^T, the state after all the tokens."""
     groups = inputs.b.shape[1]
-    weighted = _values(inputs, state.shape[2]) * jnp.moveaxis(weights, 3, 2)[..., None]
-    added = einsum("bgtmv,bgtk->bgmvk", weighted, inputs.b.astype(jnp.float32))
-    return (jnp.exp(total)[..., None, None] * _by_group(state, groups) + added).reshape(state.shape)
+    weighted = weights[..., None] * values_by_group(inputs.x, state.shape[2])
+    added = einsum("bgmtv,bgtk->bgmvk", weighted, inputs.b.astype(jnp.float32))
+    return (jnp.exp(total)[..., None, None] * state_by_group(state, groups) + added).reshape(state.shape)
 
 
 def _chunk(
@@ -121,17 +103,17 @@ def _chunk(
     groups, tokens = reader.shape[1:3]
     a, d = _per_group(heads.a, groups), _per_group(heads.d, groups)
     c = reader.astype(jnp.float32)
-    dt = _grouped(inputs.dt, groups)
-    x = _values(inputs, state.shape[2])
+    dt = grouped(inputs.dt, groups)
+    x = values_by_group(inputs.x, state.shape[2])
     causal = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None, None]
     decay = jnp.where(causal, jnp.exp(a[..., None] * segment_sum(dt)), 0.0)
     scores = einsum("bgik,bgjk->bgij", c, inputs.b.astype(jnp.float32))
     weights = decay * dt[:, :, :, None, :] * scores[:, :, None]
-    carried = einsum("bgmvk,bgik->bgmiv", _by_group(state, groups), c)
+    carried = einsum("bgmvk,bgik->bgmiv", state_by_group(state, groups), c)
     outputs = jnp.exp(a * jnp.cumsum(dt, axis=-1))[..., None] * carried
-    outputs = outputs + einsum("bgmij,bgjmv->bgmiv", weights, x) + d[..., None] * jnp.moveaxis(x, 3, 2)
+    outputs = outputs + einsum("bgmij,bgmjv->bgmiv", weights, x) + d[..., None] * x
     to_end = dt * jnp.exp(a * suffix_sum(dt))
-    return _outputs(outputs), _absorb(
+    return outputs_by_token(outputs), _absorb(
         state, inputs, to_end, (a * jnp.sum(dt, axis=-1, keepdims=True))[..., 0]
     )
 
@@ -145,9 +127,9 @@ def prefill(
     *,
     chunk_size: int = 64,
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
-    """Advances the state by the first `lengths` tokens of every row, in chunks, and reads every token (section 6 of the paper).
+    """Advances the state by the first `lengths` tokens of every row, in chunks, and reads every token.
 
-    Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
+    A chunk takes the dual form of section 6 of the paper. Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
     """
     valid = jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :] < lengths[:, None]
     chunk = functools.partial(_chunk, heads)
@@ -162,12 +144,12 @@ def window(
     start: Int32[Array, " B"],
     length: Int32[Array, " B"],
 ) -> Float32[Array, "B T H V"]:
-    """Reads the last T tokens from the checkpoint and the ring without forming a state; the outputs include d x.
+    """Reads the last T tokens from the checkpoint and the ring without forming a state; includes d x.
 
     Args:
       checkpoint: state before token `start`.
-      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T tokens of
-        the window. Other slots hold anything finite.
+      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T
+        tokens of the window. Other slots hold anything finite.
       reader: C of the window's tokens.
       heads: constants of the heads.
       start, length: cursors of every row.
@@ -180,8 +162,7 @@ def window(
     last = length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
     seen = age[:, None, :] <= last[:, :, None]  # [B, T, R]: slot is read by token t
     later = seen[:, :, None, :] & (age[:, None, None, :] > age[:, None, :, None])
-    dt = _grouped(ring.dt, groups)
-    # Sums over the slots that lie between each slot and the reading token: [B, G, M, T, R], and from the checkpoint on.
+    dt = grouped(ring.dt, groups)
     between = jnp.sum(jnp.where(later[:, None, None], dt[:, :, :, None, None, :], 0.0), axis=-1)
     total = jnp.sum(jnp.where(seen[:, None, None], dt[:, :, :, None, :], 0.0), axis=-1)
     scores = einsum("bgtk,bgrk->bgtr", c, ring.b.astype(jnp.float32))
@@ -189,9 +170,9 @@ def window(
     weights = jnp.where(seen[:, None, None], weights, 0.0)
     current = age[:, None, :] == last[:, :, None]
     weights = weights + jnp.where(current[:, None, None], d[..., None], 0.0)
-    outputs = einsum("bgmtr,bgrmv->bgmtv", weights, _values(ring, checkpoint.shape[2]))
-    carried = einsum("bgmvk,bgtk->bgmtv", _by_group(checkpoint, groups), c)
-    return _outputs(outputs + jnp.exp(a * total)[..., None] * carried)
+    outputs = einsum("bgmtr,bgmrv->bgmtv", weights, values_by_group(ring.x, checkpoint.shape[2]))
+    carried = einsum("bgmvk,bgtk->bgmtv", state_by_group(checkpoint, groups), c)
+    return outputs_by_token(outputs + jnp.exp(a * total)[..., None] * carried)
 
 
 def fold(
@@ -201,13 +182,13 @@ def fold(
     start: Int32[Array, " B"],
     length: Int32[Array, " B"],
 ) -> Float32[Array, "B H V K"]:
-    """Returns the checkpoint moved over the `length` tokens from `start`; a row of length 0 keeps its bits."""
+    """Returns the checkpoint moved over `length` tokens from `start`; a row of length 0 keeps its bits."""
     groups, slots = ring.b.shape[1:3]
     a = _per_group(heads.a, groups)
     age = slot_age(start, slots)
     live = age < length[:, None]
     later = live[:, None, :] & (age[:, None, :] > age[:, :, None])
-    dt = jnp.where(live[:, None, None], _grouped(ring.dt, groups), 0.0)
+    dt = jnp.where(live[:, None, None], grouped(ring.dt, groups), 0.0)
     to_end = jnp.sum(jnp.where(later[:, None, None], dt[:, :, :, None, :], 0.0), axis=-1)
     total = (a * jnp.sum(dt, axis=-1, keepdims=True))[..., 0]
     folded = _absorb(checkpoint, ring, dt * jnp.exp(a * to_end), total)
