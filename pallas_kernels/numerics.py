@@ -19,7 +19,7 @@ def _like(parameter: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def softplus(x: jax.Array) -> jax.Array:
-    """Returns log(1 + exp(x)), the identity above 20, in the shape and dtype of `x`; the gates pass float32."""
+    """Returns log(1 + exp(x)), the identity above 20, in the shape and dtype of `x`."""
     return jnp.where(x > 20.0, x, jnp.log1p(jnp.exp(jnp.minimum(x, 20.0))))
 
 
@@ -99,8 +99,8 @@ def hash_uint32(*words: jax.Array | int) -> jax.Array:
     """Returns a counter-based hash of integer words: the same words give the same bits on every backend.
 
     Args:
-      words: integers or integer arrays of shapes that broadcast, each taken modulo 2^32. The word that varies fastest
-        goes last: then the others are mixed before the broadcast.
+      words: integers or integer arrays of shapes that broadcast, each taken modulo 2^32. The word that varies
+        fastest goes last: then the others are mixed before the broadcast.
 
     Returns:
       uint32 of the broadcast shape.

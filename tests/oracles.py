@@ -25,7 +25,7 @@ def gated_delta_log_decay(a, a_log, dt_bias):
 
 
 def kimi_delta_log_decay(raw, a_log, dt_bias, lower_bound=None):
-    """Log decay of Kimi Delta Attention, both forms of the gate, for raw [..., H, K], a_log [H], dt_bias [H, K]."""
+    """Log decay of Kimi Delta Attention for raw [..., H, K], a_log [H], dt_bias [H, K]; both gates."""
     rate = np.exp(np.asarray(a_log, np.float64))[:, None]
     shifted = np.asarray(raw, np.float64) + dt_bias
     if lower_bound is None:

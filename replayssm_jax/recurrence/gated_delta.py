@@ -153,7 +153,8 @@ def prefill(
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
     """Advances the state by the first `lengths` tokens of every row, in chunks, and reads every token.
 
-    A chunk takes the WY form of the delta rule (arXiv 2406.06484). Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
+    A chunk takes the WY form of the delta rule (arXiv 2406.06484). Outputs beyond a row's length are finite
+    and mean nothing; a row of length 0 keeps its state bit for bit.
     """
     valid = jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :] < lengths[:, None]
     return scan_chunks(_chunk, state, neutralize(inputs, valid), reader, lengths, chunk_size)
@@ -169,13 +170,14 @@ def window(
 ) -> Float32[Array, "B T H V"]:
     """Reads the last T tokens from the checkpoint and the ring without forming a state.
 
-    The adjoint form solves W (I + A) = F. With c_ij = W_ij beta_j and z_i = P_i q_i - sum_j c_ij P_j k_j the output
-    is O_i = sum_j c_ij v_j + S z_i: the state is read T times, whatever the number of tokens in the ring.
+    The adjoint form solves W (I + A) = F. With c_ij = W_ij beta_j and z_i = P_i q_i - sum_j c_ij P_j k_j the
+    output is O_i = sum_j c_ij v_j + S z_i: the state is read T times, whatever the number of tokens in the
+    ring.
 
     Args:
       checkpoint: state before token `start`.
-      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T
-        tokens of the window. Other slots hold anything finite.
+      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the
+        T tokens of the window. Other slots hold anything finite.
       reader: q of the window's tokens.
       heads: constants of the heads.
       start, length: cursors of every row.

@@ -1,6 +1,7 @@
 """Kimi Delta Attention (arXiv 2510.26692): the delta rule with a decay for every key channel.
 
-u_t = beta_t (v_t - S_{t-1} (a_t * k_t)), S_t = S_{t-1} diag(a_t) + u_t k_t^T, y_t = S_t q_t, a_t = exp(log_decay_t).
+With a_t = exp(log_decay_t): u_t = beta_t (v_t - S_{t-1} (a_t * k_t)), S_t = S_{t-1} diag(a_t) + u_t k_t^T and
+y_t = S_t q_t.
 """
 
 import dataclasses
@@ -138,8 +139,9 @@ def prefill(
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
     """Advances the state by the first `lengths` tokens of every row, in chunks, and reads every token.
 
-    A chunk takes the WY form; the decays between its tokens are chunk_size^2 K numbers a head, hence the small chunk.
-    Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
+    A chunk takes the WY form; the decays between its tokens are chunk_size^2 K numbers a head, hence the
+    small chunk. Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state
+    bit for bit.
     """
     valid = jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :] < lengths[:, None]
     return scan_chunks(_chunk, state, neutralize(inputs, valid), reader, lengths, chunk_size)
@@ -155,13 +157,14 @@ def window(
 ) -> Float32[Array, "B T H V"]:
     """Reads the last T tokens from the checkpoint and the ring without forming a state.
 
-    The adjoint chain goes from the newest token to the oldest: c_j = beta_j k_j . z and z <- a_j * (z - c_j k_j), with
-    z = q at first; then O = sum_j c_j v_j + S z. It needs the decays of R tokens, a matrix form those of R^2 pairs.
+    The adjoint chain goes from the newest token to the oldest: c_j = beta_j k_j . z and
+    z <- a_j * (z - c_j k_j), with z = q at first; then O = sum_j c_j v_j + S z. It needs the decays of R tokens,
+    a matrix form those of R^2 pairs.
 
     Args:
       checkpoint: state before token `start`.
-      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T
-        tokens of the window. Other slots hold anything finite.
+      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the
+        T tokens of the window. Other slots hold anything finite.
       reader: q of the window's tokens.
       heads: constants of the heads.
       start, length: cursors of every row.

@@ -129,7 +129,8 @@ def prefill(
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
     """Advances the state by the first `lengths` tokens of every row, in chunks, and reads every token.
 
-    A chunk takes the dual form of section 6 of the paper. Outputs beyond a row's length are finite and mean nothing; a row of length 0 keeps its state bit for bit.
+    A chunk takes the dual form of section 6 of the paper. Outputs beyond a row's length are finite and mean
+    nothing; a row of length 0 keeps its state bit for bit.
     """
     valid = jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :] < lengths[:, None]
     chunk = functools.partial(_chunk, heads)
@@ -148,8 +149,8 @@ def window(
 
     Args:
       checkpoint: state before token `start`.
-      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the T
-        tokens of the window. Other slots hold anything finite.
+      ring: R slots, token p in slot p mod R, holding the `length` committed tokens from `start` and then the
+        T tokens of the window. Other slots hold anything finite.
       reader: C of the window's tokens.
       heads: constants of the heads.
       start, length: cursors of every row.

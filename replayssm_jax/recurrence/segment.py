@@ -21,8 +21,9 @@ def token_axis(field: Array) -> int:
 def segment_sum(x: Float32[Array, "*b T"]) -> Float32[Array, "*b T T"]:
     """Returns at (i, j) the sum of x[j+1..i], zero for j >= i.
 
-    Every entry adds the elements of its own segment only. A difference of two prefix sums would carry the rounding
-    of everything before the segment, which one log decay of -200 makes larger than the segment itself.
+    Every entry adds the elements of its own segment only. A difference of two prefix sums would carry the
+    rounding of everything before the segment, which one log decay of -200 makes larger than the segment
+    itself.
     """
     tokens = x.shape[-1]
     later = jnp.tril(jnp.ones((tokens, tokens), bool), -1)
@@ -37,12 +38,12 @@ def suffix_sum(x: Float32[Array, "*b T"]) -> Float32[Array, "*b T"]:
 
 
 def slot_age(start: Int32[Array, " B"], slots: int) -> Int32[Array, "B R"]:
-    """Returns how many tokens after `start` the token of each slot lies, 0..slots-1, for p in slot p mod slots."""
+    """Returns how many tokens after `start` the token of each slot lies, 0..slots-1."""
     return jnp.mod(jnp.arange(slots, dtype=jnp.int32)[None, :] - start[:, None], slots)
 
 
 def in_age_order(ring: Inputs, start: Int32[Array, " B"], count: Int32[Array, " B"]) -> Inputs:
-    """Returns the `count` tokens from `start` in order, row by row, and zeros (neutral tokens) in the other slots."""
+    """Returns the `count` tokens from `start` in order, row by row, and neutral zeros behind them."""
 
     def turn(field: Array) -> Array:
         axis = token_axis(field)
@@ -74,8 +75,8 @@ def scan_chunks(
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
     """Runs `chunk(state, inputs, reader) -> (outputs, state)` over the tokens, `chunk_size` at a time.
 
-    The tokens are padded with zeros to whole chunks; `inputs` must already be neutral beyond `lengths`. Rows of
-    length 0 keep their state bit for bit.
+    The tokens are padded with zeros to whole chunks; `inputs` must already be neutral beyond `lengths`. Rows
+    of length 0 keep their state bit for bit.
     """
     tokens = reader.shape[2]
     chunk_size = min(chunk_size, tokens)
