@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int32
 from models.layers.embedding import Embedding
 from models.layers.norm import RMSNorm
 from replayssm_jax.cache import Cache, LayerSpec, init_cache
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DEFAULT_REPLAY, ReplayConfig
 from replayssm_jax.replay import Segment, fresh_segment
 
 
@@ -54,7 +54,7 @@ class HybridModel(nnx.Module):
         self,
         batch: int,
         max_length: int,
-        replay: ReplayConfig | None = ReplayConfig(),
+        replay: ReplayConfig | None = DEFAULT_REPLAY,
         *,
         flush_at=None,
         seed: int = 0,

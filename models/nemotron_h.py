@@ -1,4 +1,4 @@
-"""Nemotron-H: Mamba-2, attention without positions, and squared-ReLU MLPs, one mixer a layer (arXiv 2504.03624)."""
+"""Nemotron-H (arXiv 2504.03624): one Mamba-2, position-free attention or squared-ReLU MLP mixer a layer."""
 
 import functools
 
@@ -28,7 +28,7 @@ def conv_channels(config: NemotronHConfig) -> int:
 
 
 class Mamba2Mixer(nnx.Module):
-    """in_proj to [gate z, x, B, C, dt]; convolution over x, B, C; the recurrence; gated group norm; out_proj."""
+    """in_proj to [gate z, x, B, C, dt]; convolution of x, B, C; recurrence; gated group norm; out_proj."""
 
     def __init__(self, config: NemotronHConfig, *, dtype, rngs: nnx.Rngs):
         heads, channels = config.mamba_num_heads, conv_channels(config)
@@ -142,8 +142,9 @@ class NemotronH(HybridModel):
             [Block(letter, config, dtype=dtype, rngs=rngs) for letter in config.layer_pattern]
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.lm_head = None
-        if not config.tie_word_embeddings:
+        if config.tie_word_embeddings:
+            self.lm_head = None
+        else:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5, text part, dense: Gated DeltaNet layers with gated full attention in between (arXiv 2412.06464)."""
+"""Qwen3.5, dense text part: Gated DeltaNet layers (arXiv 2412.06464) and gated full attention in between."""
 
 import functools
 
@@ -149,8 +149,9 @@ class Qwen35(HybridModel):
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([Block(kind, config, dtype=dtype, rngs=rngs) for kind in config.layer_types])
         self.norm = _norm(config.hidden_size, config, dtype)
-        self.lm_head = None
-        if not config.tie_word_embeddings:
+        if config.tie_word_embeddings:
+            self.lm_head = None
+        else:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
 
 

@@ -36,3 +36,6 @@ class ReplayConfig:
             raise ValueError(
                 f'implementation must be "auto", "xla" or "pallas", got {self.implementation!r}.'
             )
+
+
+DEFAULT_REPLAY = ReplayConfig()

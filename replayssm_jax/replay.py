@@ -1,8 +1,8 @@
 """One step, one commit: how tokens pass through a cache of checkpoints and rings.
 
 `prefill`, `step` and `commit` are jitted and donate the cache. The `*_core` functions are the same operations
-to be used inside other jitted programs. Inside a model, a `Segment` tells every layer which tokens it gets, and
-`recur` runs a recurrence on a layer's buffers.
+to be used inside other jitted programs. Inside a model, a `Segment` tells every layer which tokens it gets,
+and `recur` runs a recurrence on a layer's buffers.
 """
 
 import functools
@@ -23,9 +23,9 @@ from replayssm_jax.cache import Cache, RecurrentLayer, check_usable, static
 class Segment:
     """T tokens a row that one forward pass consumes.
 
-    position: tokens committed before the segment. lengths: real tokens of each row, the rest are pads on the
-    right. fold: committed ring entries to fold into the checkpoint first (0: none). start, length: the
-    cursors after that flush.
+    position: tokens committed before the segment. lengths: real tokens of each row, the rest are pads on
+    the right. fold: committed ring entries to fold into the checkpoint first (0: none). start, length:
+    the cursors after that flush.
     mode: "prefill" (chunked recurrence, the state is written) or "step" (T outputs from checkpoint and ring, or
     one eager step). tokens: T.
     """
@@ -81,7 +81,7 @@ def flush_due(cache: Cache, tokens: int) -> Bool[Array, " B"]:
 
 
 def will_flush(cache: Cache, tokens: int) -> Bool[Array, " B"]:
-    """Rows whose next step of `tokens` tokens rewrites their checkpoint (a flush of no entries writes nothing)."""
+    """Rows whose next step of `tokens` tokens rewrites their checkpoint; a flush of no entries does not."""
     return flush_due(cache, tokens) & (cache.length > 0)
 
 
@@ -154,7 +154,7 @@ def _flush(recurrence: ModuleType, layer: RecurrentLayer, heads: Any, segment: S
 
 
 def append(ring: Any, inputs: Any, position: Int32[Array, " B"]) -> Any:
-    """Write T tokens into the ring, token p into slot p mod R; the token axis is 2 of 4-D and 1 of 3-D fields."""
+    """Write T tokens into the ring, token p into slot p mod R; 4-D fields have tokens on axis 2, 3-D on 1."""
 
     def write(slots, new):
         axis = 2 if slots.ndim == 4 else 1
@@ -253,8 +253,8 @@ def prefill(model, tokens, lengths, cache: Cache, *, return_hidden: bool = False
     tokens: int [B, S], right-padded. lengths: int [B], 0..S real tokens a row; a row of 0 stays bit-equal.
     cache: donated; any position (its ring is folded first). Compiles once for every S.
     Returns logits float32 [B, V] at each row's last real token, then, with return_hidden, the hidden states
-    [B, S, hidden_size] after the final norm, then the cache with length 0. Hidden of pads and logits of rows with
-    length 0 are finite but mean nothing.
+    [B, S, hidden_size] after the final norm, then the cache with length 0. Hidden of pads and logits of rows
+    with length 0 are finite but mean nothing.
     Raises ValueError for a donated cache, wrong shapes or dtypes, lengths outside 0..S, and rows that would
     outgrow max_length.
     """
@@ -268,8 +268,8 @@ def prefill(model, tokens, lengths, cache: Cache, *, return_hidden: bool = False
         needed = np.where(counts > 0, position + counts, 0)
         if needed.max() > cache.max_length:
             raise ValueError(
-                f"Row {int(needed.argmax())} would hold {int(needed.max())} tokens, but the cache has room for "
-                f"max_length={cache.max_length}."
+                f"Row {int(needed.argmax())} would hold {int(needed.max())} tokens, but the cache has room "
+                f"for max_length={cache.max_length}."
             )
     return _prefill(model, tokens, lengths, cache, return_hidden=return_hidden)
 
@@ -298,8 +298,8 @@ def step(model, tokens, cache: Cache, *, return_hidden: bool = False):
 def commit(cache: Cache, accepted) -> Cache:
     """Keep the first `accepted` input tokens of the last step; the others are forgotten.
 
-    accepted: int [B], clipped to 0..pending. Decoding: 1; verification: 1 + accepted drafts; an idle row: 0 (in an
-    eager cache such a row is undefined until reset). cache: donated; only cursors move.
+    accepted: int [B], clipped to 0..pending. Decoding: 1; verification: 1 + accepted drafts; an idle row: 0
+    (in an eager cache such a row is undefined until reset). cache: donated; only cursors move.
     Raises ValueError for a donated cache and wrong shapes or dtypes.
     """
     check_usable(cache)

@@ -17,8 +17,8 @@ def attend(
 ) -> tuple[Float[Array, "B T Nq D"], AttentionLayer | None]:
     """Each token attends to the committed ones and to those of the segment up to itself, scaled by D^-0.5.
 
-    Query head n reads key head n // (Nq / N). Keys and values of pads, and of positions at or beyond the cache's
-    end, are not stored. Without a cache the segment starts at position 0.
+    Query head n reads key head n // (Nq / N). Keys and values of pads, and of positions at or beyond the
+    cache's end, are not stored. Without a cache the segment starts at position 0.
     """
     if layer is None:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True), None

@@ -13,9 +13,9 @@ def inverse_frequencies(rotary_dim: int, theta: float) -> np.ndarray:
 def rotate(
     x: Float[Array, "B T N D"], positions: Int32[Array, "B T"], *, rotary_dim: int, theta: float
 ) -> Float[Array, "B T N D"]:
-    """Rotates channels i and i + rotary_dim / 2 of the first `rotary_dim` channels; the others pass bit-equal.
+    """Rotates channels i and i + rotary_dim / 2 of the first `rotary_dim`; the others pass bit-equal.
 
-    Angles and products in float32; returns the dtype of x. (RoPE, arXiv 2104.09864, in the rotate-half layout.)
+    Angles and products in float32; returns the dtype of x. (RoPE, arXiv 2104.09864, rotate-half layout.)
     """
     half = rotary_dim // 2
     frequencies = jnp.asarray(inverse_frequencies(rotary_dim, theta))

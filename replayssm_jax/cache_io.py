@@ -1,0 +1,128 @@
+"""Saving a cache to disk and restoring it, through Orbax."""
+
+import dataclasses
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replayssm_jax.cache import AttentionLayer, Cache, RecurrentLayer, check_usable
+from replayssm_jax.config import ReplayConfig
+from replayssm_jax.recurrence import RECURRENCES
+
+SCHEMA_VERSION = 1
+_CURSORS = ("start", "length", "pending", "flush_at", "seed")
+
+
+def _fields(item: Any) -> dict[str, Any]:
+    return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+
+
+def _layer_arrays(layer) -> dict[str, Any]:
+    if isinstance(layer, AttentionLayer):
+        return _fields(layer)
+    arrays = {"checkpoint": layer.checkpoint, "conv": layer.conv}
+    arrays |= {f"heads.{name}": value for name, value in _fields(layer.heads).items()}
+    if layer.ring is not None:
+        arrays |= {f"ring.{name}": value for name, value in _fields(layer.ring).items()}
+    return arrays
+
+
+def _arrays(cache: Cache) -> dict[str, jax.Array]:
+    arrays = {name: getattr(cache, name) for name in _CURSORS}
+    for index, layer in enumerate(cache.layers):
+        if layer is not None:
+            arrays |= {f"layers.{index}.{name}": value for name, value in _layer_arrays(layer).items()}
+    return arrays
+
+
+def _layer_kind(layer) -> str | None:
+    if layer is None:
+        return None
+    return layer.recurrence if isinstance(layer, RecurrentLayer) else "attention"
+
+
+def save_cache(cache: Cache, path) -> None:
+    """Write a cache, its configuration and a schema version into a new directory.
+
+    cache: stays usable. path: must not exist; it appears whole or not at all.
+    Raises ValueError for a donated cache and FileExistsError when the path is taken.
+    """
+    import orbax.checkpoint as ocp
+
+    check_usable(cache)
+    path = Path(path).absolute()
+    if path.exists():
+        raise FileExistsError(f"{path} exists already; save_cache writes a new directory.")
+    arrays = _arrays(cache)
+    about = {
+        "schema_version": SCHEMA_VERSION,
+        "replay": None if cache.replay is None else dataclasses.asdict(cache.replay),
+        "max_length": cache.max_length,
+        "layers": [_layer_kind(layer) for layer in cache.layers],
+        "arrays": {name: [list(array.shape), array.dtype.name] for name, array in arrays.items()},
+    }
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        part.mkdir(parents=True)
+        (part / "cache.json").write_text(json.dumps(about, indent=1) + "\n")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(part / "arrays", arrays)
+            checkpointer.wait_until_finished()
+        part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def restore_cache(path) -> Cache:
+    """Read a cache that `save_cache` wrote, onto the default device.
+
+    Raises ValueError when the directory is not a saved cache or has another schema version.
+    """
+    import orbax.checkpoint as ocp
+
+    path = Path(path).absolute()
+    try:
+        about = json.loads((path / "cache.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a saved cache: cache.json cannot be read ({error}).") from error
+    if about.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has cache schema version {about.get('schema_version')}; "
+            f"this version reads {SCHEMA_VERSION}."
+        )
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = {
+        name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
+        for name, (shape, dtype) in about["arrays"].items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = checkpointer.restore(path / "arrays", target)
+    layers = tuple(_layer(kind, index, arrays) for index, kind in enumerate(about["layers"]))
+    replay = None if about["replay"] is None else ReplayConfig(**about["replay"])
+    cursors = {name: arrays[name] for name in _CURSORS}
+    return Cache(layers=layers, replay=replay, max_length=about["max_length"], **cursors)
+
+
+def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array]):
+    def part(prefix: str) -> dict[str, jax.Array]:
+        prefix = f"layers.{index}.{prefix}"
+        return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+    if kind is None:
+        return None
+    if kind == "attention":
+        return AttentionLayer(**part(""))
+    recurrence = RECURRENCES[kind]
+    ring = part("ring.")
+    return RecurrentLayer(
+        checkpoint=arrays[f"layers.{index}.checkpoint"],
+        conv=arrays[f"layers.{index}.conv"],
+        ring=recurrence.Inputs(**ring) if ring else None,
+        heads=recurrence.Heads(**part("heads.")),
+        recurrence=kind,
+    )
