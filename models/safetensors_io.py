@@ -138,7 +138,7 @@ def find_tensors(directory: Path) -> dict[str, Tensor]:
     return {tensor: headers[name][tensor] for tensor, name in places.items()}
 
 
-def listing(names: Iterable[str], limit: int = 12) -> str:
+def listing(names: Iterable[str], limit: int = 40) -> str:
     """Names as a sentence part, cut after `limit` of them with the count of the rest."""
     names = list(names)
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""

@@ -1,0 +1,175 @@
+"""Loading a checkpoint directory into a Flax model, and converting it to an Orbax directory.
+
+Everything that can be wrong is found from headers, before a parameter reaches the device.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models import nemotron_h, qwen3_5
+from models.base import HybridModel
+from models.config import CheckpointError, ModelConfig, NemotronHConfig, parse_config
+from models.matching import match
+from models.orbax_io import ParameterPath, is_converted, read_parameters, write_parameters
+from models.safetensors_io import DTYPES, find_tensors, listing
+from models.sources import resolve_source
+from models.tokenizer import FILES as TOKENIZER_FILES
+from models.weights import Weight
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+COMPUTE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A parameter on disk: its stored dtype, and `read`, which gives it in the model's layout."""
+
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The configuration of a checkpoint directory, with the stop ids of its generation_config.json.
+
+    Raises CheckpointError for an absent or broken file and for everything that `parse_config` refuses.
+    """
+    generation = directory / GENERATION
+    return parse_config(
+        _read_json(directory / CONFIG), _read_json(generation) if generation.is_file() else None
+    )
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of the text model, a tied head counted once."""
+    return sum(math.prod(weight.shape) for weight in _family(config).weight_map(config).values())
+
+
+def load_model(directory: Path, dtype: Any | None = None) -> HybridModel:
+    """The model of a checkpoint directory (published layout or converted), on the default device.
+
+    dtype: of matrices, norms, convolutions and activations; None means float32 on a CPU and elsewhere the
+    stored dtype, parameter by parameter where a tensor is float32. Scalars of the recurrences (A_log, D,
+    dt_bias) and the Gated DeltaNet norm are float32 always.
+    Raises CheckpointError, naming everything that does not fit, before a parameter is placed on the device.
+    """
+    config = read_config(directory)
+    weights = {weight.path: weight for weight in _family(config).weight_map(config).values()}
+    stored = _stored(directory, config)
+    model_dtype = _model_dtype(dtype, stored, config)
+    graph, state = nnx.split(_abstract(config, model_dtype))
+    filled = []
+    for path, variable in nnx.to_flat_state(state):
+        keep = weights[path].keep_float32 or (dtype is None and stored[path].dtype == np.float32)
+        value = _converted(stored[path].read(), np.dtype(np.float32) if keep else model_dtype)
+        filled.append((path, variable.replace(jax.device_put(value))))
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def convert(source: str | os.PathLike, destination: str | os.PathLike) -> Path:
+    """Writes a checkpoint as an Orbax directory that `load` reads back identically, whatever the dtype asked.
+
+    Parameters keep their stored dtype; config.json, generation_config.json and tokenizer files are copied.
+    Returns the destination. Raises CheckpointError when the source does not load or the destination is not
+    empty; the destination appears only once it is complete.
+    """
+    directory, destination = resolve_source(source), Path(destination).expanduser().absolute()
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise CheckpointError(f"{destination} exists and is not an empty directory")
+    stored = _stored(directory, read_config(directory))
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        write_parameters(partial, {path: np.ascontiguousarray(item.read()) for path, item in stored.items()})
+        for name in (CONFIG, GENERATION, *TOKENIZER_FILES):
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, partial / name)
+        partial.rename(destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return destination
+
+
+def _family(config: ModelConfig) -> ModuleType:
+    return nemotron_h if isinstance(config, NemotronHConfig) else qwen3_5
+
+
+def _abstract(config: ModelConfig, dtype: np.dtype) -> HybridModel:
+    model = nemotron_h.NemotronH if isinstance(config, NemotronHConfig) else qwen3_5.Qwen35
+    return nnx.eval_shape(lambda: model(config, dtype=dtype, rngs=nnx.Rngs(0)))
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} has no {file.name}") from None
+    except (ValueError, OSError) as problem:
+        raise CheckpointError(f"{file} cannot be read: {problem}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold one JSON object")
+    return content
+
+
+def _stored(directory: Path, config: ModelConfig) -> dict[ParameterPath, Stored]:
+    expected = _family(config).weight_map(config)
+    if is_converted(directory):
+        return _from_converted(directory, {weight.path: weight for weight in expected.values()})
+    tensors = match(directory, find_tensors(directory), expected)
+    return {
+        weight.path: Stored(
+            dtype=np.dtype(DTYPES[tensors[name].dtype]),
+            read=lambda tensor=tensors[name], weight=weight: weight.to_model(tensor.read()),
+        )
+        for name, weight in expected.items()
+    }
+
+
+def _from_converted(directory: Path, expected: Mapping[ParameterPath, Weight]) -> dict[ParameterPath, Stored]:
+    found = read_parameters(directory)
+    problems = []
+    for title, paths in (("missing", expected.keys() - found), ("unknown", found.keys() - expected)):
+        if paths:
+            problems.append(f"{title} {listing(sorted('.'.join(map(str, path)) for path in paths))}")
+    for path in expected.keys() & found:
+        shape = expected[path].to_model(np.broadcast_to(np.int8(0), expected[path].shape)).shape
+        if found[path].shape != shape:
+            problems.append(f"{'.'.join(map(str, path))} has the shape {found[path].shape}, expected {shape}")
+    if problems:
+        raise CheckpointError(
+            f"the parameters in {directory} do not fit its config.json: {'; '.join(problems)}"
+        )
+    return {path: Stored(dtype=value.dtype, read=lambda value=value: value) for path, value in found.items()}
+
+
+def _model_dtype(dtype: Any | None, stored: Mapping[ParameterPath, Stored], config: ModelConfig) -> np.dtype:
+    if dtype is None:
+        table = stored["embed", "weight"].dtype
+        if jax.default_backend() == "cpu":
+            return np.dtype(np.float32)
+        return table if table in COMPUTE_DTYPES else jnp.dtype(config.param_dtype)
+    chosen = jnp.dtype(dtype)
+    if chosen not in COMPUTE_DTYPES:
+        names = ", ".join(str(known) for known in COMPUTE_DTYPES)
+        raise CheckpointError(f"dtype {chosen} is not supported; the supported dtypes are {names}")
+    return chosen
+
+
+def _converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A contiguous copy that owns its memory; 8-bit floats pass through float32, which holds them exactly."""
+    if array.dtype.itemsize == 1:
+        array = array.astype(np.float32)
+    return np.array(array, dtype=dtype, order="C")
