@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from flax import nnx
 
 from models import nemotron_h, qwen3_5
 from models.base import HybridModel
-from models.config import CheckpointError, ModelConfig, NemotronHConfig, parse_config
+from models.config import CheckpointError, ModelConfig, NemotronHConfig, Qwen35Config, parse_config
 from models.matching import match
 from models.orbax_io import ParameterPath, is_converted, read_parameters, write_parameters
 from models.safetensors_io import DTYPES, find_tensors, listing
@@ -29,6 +28,11 @@ from models.tokenizer import FILES as TOKENIZER_FILES
 from models.weights import Weight
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+# The model and the table of its tensors, by configuration.
+FAMILIES: dict[type, tuple[Callable, Callable]] = {
+    NemotronHConfig: (nemotron_h.NemotronH, nemotron_h.weight_map),
+    Qwen35Config: (qwen3_5.Qwen35, qwen3_5.weight_map),
+}
 COMPUTE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 
 
@@ -53,7 +57,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the text model, a tied head counted once."""
-    return sum(math.prod(weight.shape) for weight in _family(config).weight_map(config).values())
+    return sum(math.prod(weight.shape) for weight in _weight_map(config).values())
 
 
 def load_model(directory: Path, dtype: Any | None = None) -> HybridModel:
@@ -65,15 +69,16 @@ def load_model(directory: Path, dtype: Any | None = None) -> HybridModel:
     Raises CheckpointError, naming everything that does not fit, before a parameter is placed on the device.
     """
     config = read_config(directory)
-    weights = {weight.path: weight for weight in _family(config).weight_map(config).values()}
     stored = _stored(directory, config)
     model_dtype = _model_dtype(dtype, stored, config)
     graph, state = nnx.split(_abstract(config, model_dtype))
+    variables = dict(nnx.to_flat_state(state))
     filled = []
-    for path, variable in nnx.to_flat_state(state):
-        keep = weights[path].keep_float32 or (dtype is None and stored[path].dtype == np.float32)
-        value = _converted(stored[path].read(), np.dtype(np.float32) if keep else model_dtype)
-        filled.append((path, variable.replace(jax.device_put(value))))
+    for weight in _weight_map(config).values():
+        item = stored[weight.path]
+        keep = weight.keep_float32 or (dtype is None and item.dtype == np.float32)
+        value = _converted(item.read(), np.dtype(np.float32) if keep else model_dtype)
+        filled.append((weight.path, variables[weight.path].replace(jax.device_put(value))))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
@@ -103,12 +108,12 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike) -> Path:
     return destination
 
 
-def _family(config: ModelConfig) -> ModuleType:
-    return nemotron_h if isinstance(config, NemotronHConfig) else qwen3_5
+def _weight_map(config: ModelConfig) -> dict[str, Weight]:
+    return FAMILIES[type(config)][1](config)
 
 
 def _abstract(config: ModelConfig, dtype: np.dtype) -> HybridModel:
-    model = nemotron_h.NemotronH if isinstance(config, NemotronHConfig) else qwen3_5.Qwen35
+    model = FAMILIES[type(config)][0]
     return nnx.eval_shape(lambda: model(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
@@ -125,7 +130,7 @@ def _read_json(file: Path) -> dict:
 
 
 def _stored(directory: Path, config: ModelConfig) -> dict[ParameterPath, Stored]:
-    expected = _family(config).weight_map(config)
+    expected = _weight_map(config)
     if is_converted(directory):
         return _from_converted(directory, {weight.path: weight for weight in expected.values()})
     tensors = match(directory, find_tensors(directory), expected)

@@ -220,12 +220,12 @@ def layer_pattern(raw: Mapping) -> str:
 
 def layer_types(text: Mapping) -> tuple[str, ...]:
     """The layer kinds of a Qwen3.5 model, from `layer_types` or from `full_attention_interval`."""
-    names = text.get("layer_types")
-    if names is None:
+    given = text.get("layer_types")
+    if given is None:
         interval = _size(text, "full_attention_interval", 4)
         count = _size(text, "num_hidden_layers", 32)
         return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(count))
-    names = tuple(_LAYER_NAMES.get(name, name) for name in names)
+    names = tuple(str(_LAYER_NAMES.get(name, name)) for name in given)
     count = text.get("num_hidden_layers")
     if count is not None and count != len(names):
         raise CheckpointError(

@@ -14,7 +14,7 @@ class Loaded:
 
     model: the Flax model; `model.config` is `config`. tokenizer: a transformers tokenizer, or None when the
     checkpoint has none. stop_ids: token ids that end a text, from config.json, generation_config.json and the
-    tokenizer. vocab_size: ids below it mean a token; rows of the output head beyond the tokenizer are padding.
+    tokenizer. vocab_size: ids below it mean a token; rows of the output head beyond it are padding.
     path: the checkpoint's directory.
     """
 
