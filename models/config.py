@@ -252,10 +252,10 @@ def dt_limit(raw: Mapping) -> tuple[float, float]:
     if limit is None:
         return 0.0, math.inf
     try:
-        low, high = limit
+        low, high = (bound["__float__"] if isinstance(bound, Mapping) else bound for bound in limit)
         low = 0.0 if low is None else float(low)
         high = math.inf if high is None else float(high)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, KeyError):
         raise CheckpointError(f"time_step_limit is {limit!r}; it must be a pair of numbers") from None
     if not 0.0 <= low < high:
         raise CheckpointError(

@@ -60,6 +60,7 @@ def test_stop_ids_come_from_both_files():
     [
         ({"time_step_limit": [0.0, math.inf]}, (0.0, math.inf)),
         ({"time_step_limit": [0.0, "inf"]}, (0.0, math.inf)),
+        ({"time_step_limit": [0.0, {"__float__": "Infinity"}]}, (0.0, math.inf)),
         ({"time_step_limit": [0.0, None]}, (0.0, math.inf)),
         ({"time_step_limit": [0.0, 1e308]}, (0.0, math.inf)),
         ({"time_step_limit": None}, (0.0, math.inf)),
