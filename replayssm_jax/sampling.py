@@ -1,8 +1,9 @@
 """Choosing tokens: sampling options, the filters they stand for, and one random key a token.
 
-Filters apply in the order of the transformers library: temperature, top-k, top-p, min-p. All options are traced, so
-changing them compiles nothing. A token's key depends on (seed, prompt index, absolute position, purpose) alone, so
-neither batch mates, nor the row a prompt sits in, nor how a run was cut into calls changes what is drawn.
+Filters apply in the order of the transformers library: temperature, top-k, top-p, min-p. All options are
+traced, so changing them compiles nothing. A token's key depends on (seed, prompt index, absolute position,
+purpose) alone, so neither batch mates, nor the row a prompt sits in, nor how a run was cut into calls changes
+what is drawn.
 """
 
 import math
@@ -111,6 +112,9 @@ def _stop_strings(strings: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
+DEFAULT_SAMPLING = Sampling()
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingParams:
@@ -135,7 +139,7 @@ def sampling_params(sampling: Sampling, vocab_size: int, stop_ids: Sequence[int]
     padded[: len(stop_ids)] = stop_ids
     return SamplingParams(
         temperature=jnp.asarray(np.float32(sampling.temperature)),
-        top_k=jnp.asarray(np.int32(sampling.top_k)),
+        top_k=jnp.asarray(np.int32(sampling.top_k or 0)),
         top_p=jnp.asarray(np.float32(sampling.top_p)),
         min_p=jnp.asarray(np.float32(sampling.min_p)),
         seed=jnp.asarray(np.uint32(sampling.seed)),
@@ -149,7 +153,8 @@ def token_keys(
 ) -> Key[Array, " B"]:
     """The key of the token at each row's `position`, for one purpose.
 
-    prompt: index of each row's prompt in the call. position: tokens before the one to be drawn, prompt included.
+    prompt: index of each row's prompt in the call. position: tokens before the one to be drawn, prompt
+    included.
     """
 
     def key(prompt, position):
@@ -161,19 +166,19 @@ def token_keys(
     return jax.vmap(key)(prompt, position)
 
 
-def allowed_logits(logits: Float[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
-    """Logits in float32 with -inf at ids beyond the vocabulary."""
+def within_vocabulary(logits: Float[Array, "*B V"], vocab_size: Int32[Array, ""]) -> Float32[Array, "*B V"]:
+    """Logits in float32 with -inf at ids from `vocab_size` on."""
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jnp.where(ids < params.vocab_size, logits.astype(jnp.float32), -jnp.inf)
+    return jnp.where(ids < vocab_size, logits.astype(jnp.float32), -jnp.inf)
 
 
 def filtered_logits(logits: Float[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
     """Unnormalised log-probabilities of the distribution that tokens are drawn from.
 
-    logits: raw, any float dtype. Tokens that are never chosen get -inf; at temperature 0 all but the most likely
-    one do. `softmax` of the result is the p (or q) that speculative sampling compares.
+    logits: raw, any float dtype. Tokens that are never chosen get -inf; at temperature 0 all but the most
+    likely one do. `softmax` of the result is the p (or q) that speculative sampling compares.
     """
-    logits = allowed_logits(logits, params)
+    logits = within_vocabulary(logits, params.vocab_size)
     return jax.lax.cond(params.temperature > 0, _warp, _only_the_best, logits, params)
 
 
@@ -217,11 +222,11 @@ def sample(
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"], Bool[Array, " B"]]:
     """Choose one token a row, by the Gumbel-max rule with the row's own key.
 
-    logits: raw. Returns the tokens; their log-probabilities, which are the log-softmax of the *raw* logits over the
-    vocabulary, before temperature and filters; and whether a row's logits held no NaN and no +inf (where they did,
-    its token and log-probability mean nothing).
+    logits: raw. Returns the tokens; their log-probabilities, which are the log-softmax of the *raw* logits
+    over the vocabulary, before temperature and filters; and whether a row's logits held no NaN and no +inf
+    (where they did, its token and log-probability mean nothing).
     """
-    allowed = allowed_logits(logits, params)
+    allowed = within_vocabulary(logits, params.vocab_size)
 
     def draw(allowed):
         noise = jax.vmap(lambda key: jax.random.gumbel(key, allowed.shape[-1:], jnp.float32))(keys)

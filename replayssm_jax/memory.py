@@ -1,0 +1,38 @@
+"""Refusing a batch that the device's memory cannot hold, before any of it is allocated."""
+
+from typing import Any
+
+import jax
+
+from replayssm_jax.config import ReplayConfig
+
+
+def free_bytes(model: Any) -> int | None:
+    """Bytes that can still be allocated where the model lives; None where the device does not say (CPUs)."""
+    device = min(jax.tree.leaves(model)[0].devices(), key=lambda device: device.id)
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def row_bytes(model: Any, max_length: int, replay: ReplayConfig | None) -> int:
+    """Bytes of cache that one row takes."""
+    shapes = jax.eval_shape(lambda: model.init_cache(1, max_length, replay))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def refuse_what_cannot_fit(model: Any, rows: int, max_length: int, replay: ReplayConfig | None) -> None:
+    """Raises ValueError saying how many rows would fit, when `rows` rows (and one to prefill into) do not."""
+    free = free_bytes(model)
+    if free is None:
+        return
+    each = row_bytes(model, max_length, replay)
+    spare = 0 if rows == 1 else 1
+    if (rows + spare) * each <= free:
+        return
+    fitting = max(free // each - 1, 0) or int(free >= each)
+    raise ValueError(
+        f"{rows} rows of {max_length} positions need {(rows + spare) * each / 1e9:.2f} GB of cache, but "
+        f"{free / 1e9:.2f} GB are free: {fitting} rows would fit (max_rows)."
+    )

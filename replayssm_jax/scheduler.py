@@ -1,0 +1,290 @@
+"""The host side of generation: a queue of prompts, a fixed number of rows, and what each row has produced."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replayssm_jax.buckets import prefill_chunks
+from replayssm_jax.cache import Cache, insert, select
+from replayssm_jax.compilations import Compilations
+from replayssm_jax.config import ReplayConfig
+from replayssm_jax.decode import (
+    DISPATCH_TOKENS,
+    Block,
+    FlatModel,
+    Rows,
+    admit,
+    clear_row,
+    decode,
+    empty_cache,
+    prefill_chunk,
+)
+from replayssm_jax.sampling import Sampling, sampling_params
+from replayssm_jax.text import TextStream
+
+STREAMED_TOKENS = 4
+
+# Row, new tokens, their log-probabilities.
+Fresh = tuple[int, list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Measurements of one call.
+
+    tokens: returned, over all prompts. prompt_tokens: fed before the first new ones.
+    seconds: of the whole call. prefill_seconds: of it, until prompts had their first token.
+    tokens_per_second: tokens of decode steps by the seconds spent on those, compilation included; tokens by
+        seconds when there was no step.
+    steps: forward passes that decode one token a row. flushes: checkpoint rewrites, summed over rows.
+    compilations: programs that XLA compiled. rows: decoded side by side.
+    """
+
+    tokens: int
+    prompt_tokens: int
+    seconds: float
+    prefill_seconds: float
+    tokens_per_second: float
+    steps: int
+    flushes: int
+    compilations: int
+    rows: int
+
+
+@dataclass
+class Request:
+    """One prompt and what became of it.
+
+    fed: tokens to feed before the first new one. committed: tokens that its row holds already.
+    flush_at: length of its first window, None for the full one. text: its text, None without a tokenizer.
+    """
+
+    index: int
+    fed: list[int]
+    committed: int
+    flush_at: int | None
+    text: TextStream | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+def flush_offset(index: int, replay: ReplayConfig | None) -> int | None:
+    """A first window of 1..L that differs from prompt to prompt; None, the full one, in eager caches."""
+    if replay is None:
+        return None
+    # Fibonacci hashing spreads consecutive indices evenly over any L.
+    return 1 + ((index * 0x9E3779B1 % 2**32) * replay.buffer_length >> 32)
+
+
+class Scheduler:
+    """Runs requests through `batch` rows: a finished row is given the next request of the queue.
+
+    cache: of an earlier run whose row i request i goes on with, or None to start afresh.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        requests: list[Request],
+        *,
+        sampling: Sampling,
+        vocab_size: int,
+        stop_ids: tuple[int, ...],
+        batch: int,
+        max_length: int,
+        replay: ReplayConfig | None,
+        cache: Cache | None,
+    ):
+        self.requests = requests
+        self.batch = batch
+        self._started = time.perf_counter()
+        self._prefill_seconds = self._decode_seconds = 0.0
+        self._steps = self._flushes = self._decoded = 0
+        self._compilations = Compilations()
+        self._sampling = sampling
+        self._stop_ids = stop_ids
+        self._max_length = max_length
+        self._replay = replay
+        self._model = FlatModel.of(model)
+        self._params = sampling_params(sampling, vocab_size, stop_ids)
+        self._resumed = cache is not None
+        self._in_row: dict[int, Request] = {}
+        self._part: Cache | None = None
+        if cache is None:
+            self.cache = self._empty_cache(batch)
+            self._queue = deque(requests)
+        else:
+            # Rows that only have their last token to feed go straight on; the others wait for their prefill.
+            self.cache = cache
+            self._queue = deque(request for request in requests if len(request.fed) > 1)
+            self._in_row = {request.index: request for request in requests if len(request.fed) == 1}
+        self._rows = self._first_rows()
+
+    def run(self, streaming: bool = False) -> Iterator[tuple[Request, list[int], str]]:
+        """Yields (request, new tokens, new text) until all requests are finished.
+
+        Text comes with the tokens when `streaming` or when stop strings are looked for, else all at a
+        request's end.
+        """
+        token_by_token = streaming or bool(self._sampling.stop_strings)
+        limit = STREAMED_TOKENS if streaming else DISPATCH_TOKENS
+        if self._sampling.stop_strings:
+            # Whether a text goes on is decided here, and the row must not run ahead of it.
+            limit = 1
+        while self._queue or self._in_row:
+            can_fill = self._queue and len(self._in_row) < self.batch
+            for row, tokens, logprobs in self._fill_rows() if can_fill else self._advance(limit):
+                request = self._in_row[row]
+                text = self._take(request, tokens, logprobs, token_by_token)
+                if request.finish_reason is not None:
+                    del self._in_row[row]
+                yield request, tokens, text
+
+    def stats(self) -> Stats:
+        """Measurements up to now."""
+        seconds = time.perf_counter() - self._started
+        tokens = sum(len(request.tokens) for request in self.requests)
+        rate = self._decoded / self._decode_seconds if self._decoded else tokens / seconds
+        return Stats(
+            tokens=tokens,
+            prompt_tokens=sum(len(request.fed) for request in self.requests),
+            seconds=seconds,
+            prefill_seconds=self._prefill_seconds,
+            tokens_per_second=rate,
+            steps=self._steps,
+            flushes=self._flushes,
+            compilations=self._compilations.count,
+            rows=self.batch,
+        )
+
+    def _empty_cache(self, batch: int) -> Cache:
+        with self._compilations:
+            return empty_cache(self._model, batch, self._max_length, self._replay)
+
+    def _first_rows(self) -> Rows:
+        token, active = np.zeros(self.batch, np.int32), np.zeros(self.batch, bool)
+        for row, request in self._in_row.items():
+            token[row], active[row] = request.fed[0], True
+        return Rows(
+            token=jnp.array(token),
+            active=jnp.array(active),
+            remaining=jnp.array(np.full(self.batch, self._sampling.max_new_tokens, np.int32)),
+            prompt=jnp.array(np.arange(self.batch, dtype=np.int32)),
+            finite=jnp.array(np.ones(self.batch, bool)),
+        )
+
+    def _fill_rows(self) -> list[Fresh]:
+        """Prefill requests of the queue into free rows; returns their first tokens."""
+        began = time.perf_counter()
+        with self._compilations:
+            admitted = {row: self._admit(row, self._queue.popleft()) for row in self._free_rows()}
+            blocks, finite = jax.device_get((admitted, self._rows.finite))
+        fresh = [(row, block.tokens[0].tolist(), block.logprobs[0].tolist()) for row, block in blocks.items()]
+        self._refuse_not_finite(fresh, finite)
+        self._prefill_seconds += time.perf_counter() - began
+        return fresh
+
+    def _free_rows(self) -> list[int]:
+        """Rows for the next requests of the queue."""
+        if self._resumed:
+            return [request.index for request in self._queue]
+        return [row for row in range(self.batch) if row not in self._in_row][: len(self._queue)]
+
+    def _admit(self, row: int, request: Request) -> Block:
+        """Feed a request's tokens, give it the row, and draw its first token."""
+        self._in_row[row] = request
+        part = self._one_row(row, request)
+        logits = None
+        start = 0
+        for size, count in prefill_chunks(len(request.fed), self._max_length):
+            tokens = np.zeros((1, size), np.int32)
+            tokens[0, :count] = request.fed[start : start + count]
+            logits, part = prefill_chunk(self._model, tokens, np.array([count], np.int32), part)
+            start += count
+        if self.batch == 1:
+            self.cache = part
+        else:
+            self.cache = insert(self.cache, part, [row])
+            self._part = part
+        self._rows, block = admit(
+            self._rows,
+            logits,
+            np.int32(row),
+            np.int32(request.index),
+            np.int32(request.committed + len(request.fed)),
+            np.int32(self._sampling.max_new_tokens),
+            self._params,
+        )
+        return block
+
+    def _one_row(self, row: int, request: Request) -> Cache:
+        """A cache of one row to prefill: a prompt's chunks and bits then depend on nothing but the prompt."""
+        if self._resumed:
+            return self.cache if self.batch == 1 else select(self.cache, [row])
+        part = self.cache if self.batch == 1 else self._part or self._empty_cache(1)
+        window = request.flush_at or (1 if self._replay is None else self._replay.buffer_length)
+        return clear_row(part, np.int32(request.index), np.int32(window), self._params)
+
+    def _advance(self, limit: int) -> list[Fresh]:
+        """Decode up to `limit` tokens of every busy row; returns them."""
+        began = time.perf_counter()
+        busy = np.array([row in self._in_row for row in range(self.batch)])
+        # While prompts wait, the first row to finish ends the dispatch: its place is wanted.
+        least_active = len(self._in_row) if self._queue else 1
+        with self._compilations:
+            self._rows, self.cache, block = decode(
+                self._model,
+                self._rows,
+                self.cache,
+                busy,
+                np.int32(limit),
+                np.int32(least_active),
+                self._params,
+            )
+            block, finite = jax.device_get((block, self._rows.finite))
+        fresh = [
+            (row, block.tokens[row, :count].tolist(), block.logprobs[row, :count].tolist())
+            for row, count in enumerate(block.count.tolist())
+            if count
+        ]
+        self._refuse_not_finite(fresh, finite)
+        self._steps += int(block.steps)
+        self._flushes += int(block.flushes)
+        self._decoded += int(block.count.sum())
+        self._decode_seconds += time.perf_counter() - began
+        return fresh
+
+    def _take(self, request: Request, tokens: list[int], logprobs: list[float], token_by_token: bool) -> str:
+        """Record new tokens of a request, end it where it ends, and return its new text."""
+        request.tokens += tokens
+        request.logprobs += logprobs
+        stopped = tokens[-1] in self._stop_ids
+        piece = ""
+        if request.text is not None and token_by_token:
+            piece = request.text.push(tokens[:-1] if stopped else tokens)
+        if stopped or (request.text is not None and request.text.stopped):
+            request.finish_reason = "stop"
+        elif len(request.tokens) == self._sampling.max_new_tokens:
+            request.finish_reason = "length"
+        if request.finish_reason is not None and request.text is not None:
+            if not token_by_token:
+                piece = request.text.push(request.tokens[:-1] if stopped else request.tokens)
+            piece += request.text.finish()
+        return piece
+
+    def _refuse_not_finite(self, fresh: list[Fresh], finite: np.ndarray) -> None:
+        for row, tokens, _ in fresh:
+            request = self._in_row[row]
+            if not finite[row]:
+                known = request.committed + len(request.fed) + len(request.tokens) + len(tokens) - 1
+                raise FloatingPointError(
+                    f"The logits of prompt {request.index} (row {row}) are NaN or infinite after {known} "
+                    "tokens: weights are damaged, or a value left the range of the dtype."
+                )
