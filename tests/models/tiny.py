@@ -134,7 +134,7 @@ class Draw:
 def _nemotron_h(c: dict, draw: Draw, hot: bool) -> dict[str, np.ndarray]:
     hidden, heads, groups = c["hidden_size"], c["mamba_num_heads"], c["n_groups"]
     inner, conv = heads * c["mamba_head_dim"], heads * c["mamba_head_dim"] + 2 * groups * c["ssm_state_size"]
-    w = {"backbone.embeddings.weight": draw.normal(c["vocab_size"], hidden)}
+    w = {"backbone.embeddings.weight": _table(c, draw)}
     for i, letter in enumerate(c["hybrid_override_pattern"]):
         layer, mixer = f"backbone.layers.{i}", f"backbone.layers.{i}.mixer"
         w[f"{layer}.norm.weight"] = draw.normal(hidden, scale=0.3, mean=1.0)
@@ -164,7 +164,7 @@ def _qwen35(c: dict, draw: Draw, hot: bool) -> dict[str, np.ndarray]:
     hidden = c["hidden_size"]
     keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
     heads, dv = c["linear_num_value_heads"], c["linear_value_head_dim"]
-    w = {"model.embed_tokens.weight": draw.normal(c["vocab_size"], hidden)}
+    w = {"model.embed_tokens.weight": _table(c, draw)}
     for i, kind in enumerate(c["layer_types"]):
         layer = f"model.layers.{i}"
         w[f"{layer}.input_layernorm.weight"] = draw.normal(hidden, scale=0.3)
@@ -192,6 +192,12 @@ def _qwen35(c: dict, draw: Draw, hot: bool) -> dict[str, np.ndarray]:
         w[f"{layer}.mlp.down_proj.weight"] = draw.linear(hidden, c["intermediate_size"])
     w["model.norm.weight"] = draw.normal(hidden, scale=0.3)
     return _finish(w, c, draw, hot)
+
+
+def _table(c: dict, draw: Draw) -> np.ndarray:
+    # A large tied table would repeat the last token for ever.
+    scale = 0.2 if c["tie_word_embeddings"] else 1.0
+    return draw.normal(c["vocab_size"], c["hidden_size"], scale=scale)
 
 
 def _attention(c: dict, draw: Draw, mixer: str, query_rows: int) -> dict[str, np.ndarray]:
