@@ -36,6 +36,11 @@ def window_parameters(kind: str | None, tokens: int) -> LaunchParameters:
     return table[min(size for size in (*table, max(table)) if size >= min(tokens, max(table)))]
 
 
+# One tile a CTA at a time; many resident CTAs hide the latency. The eager grid holds every tile.
+FLUSH_CTAS = 528
+EAGER_CTAS = 1 << 30
+
+
 class Unsupported(ValueError):
     """A request that the Pallas kernels cannot serve; the message is one sentence with the reason."""
 
@@ -78,3 +83,17 @@ def plan(flush: jax.Array) -> tuple[jax.Array, jax.Array]:
     place = jnp.where(flush, batch - total + after - 1, index - after)
     order = jnp.zeros((batch,), jnp.int32).at[place].set(index, unique_indices=True)
     return order, jnp.stack([batch - total, total]).astype(jnp.int32)
+
+
+def cursors(
+    start: jax.Array, length: jax.Array, rows: tuple[jax.Array, jax.Array] | None
+) -> dict[str, jax.Array]:
+    """Kernel operands that name the rows to serve: cursor int32 [B, 4] = (row, start, length, 0) and count int32 [1]."""
+    batch = start.shape[0]
+    if rows is None:
+        order, count = jnp.arange(batch, dtype=jnp.int32), jnp.full((1,), batch, jnp.int32)
+        starts, lengths = start, length
+    else:
+        order, count = rows
+        starts, lengths = start[order], length[order]
+    return {"cursor": jnp.stack([order, starts, lengths, jnp.zeros_like(order)], axis=1), "count": count}

@@ -90,8 +90,8 @@ def row_layout(plgpu: Any, d_state: int) -> Any:
 
 
 def coefficient_layout(plgpu: Any) -> Any:
-    """Layout of [heads, slots]: 16 heads x 32 slots, four slots a thread."""
-    return tiled_layout(plgpu, ((16, 32), (4, 32), (1, 4)), (-6,), (-4, -3), -1)
+    """Layout of [heads, slots]: 16 heads x 32 slots, four slots a thread, read from rows of heads."""
+    return tiled_layout(plgpu, ((16, 32), (4, 8), (1, 1)), (-6,), (-4, -3), -1)
 
 
 def granule_live(first: int, size: int, start: jax.Array, length: jax.Array, ring: int) -> jax.Array:
@@ -101,25 +101,390 @@ def granule_live(first: int, size: int, start: jax.Array, length: jax.Array, rin
     return (ahead < length) | ((ahead > ring - size) & (length > 0))
 
 
-def readout(plgpu: Any, state: jax.Array, reader: jax.Array, fused: bool) -> jax.Array:
-    """Partial sums [64, 8] of state [64, K] times reader [K] along K; one fused multiply-add an element."""
-    layout = plgpu.Layout.WGMMA
-    if not fused:
-        return jnp.sum(state * lax.broadcast_in_dim(reader, state.shape, (1,)), axis=1)
+def pin_plain(plgpu: Any, refs: list) -> None:
+    """Tell the layout search that these shared-memory buffers are neither tiled nor swizzled; else it does not end."""
 
-    from jax.experimental.mosaic.gpu import FragmentedArray
-    from jax._src.lib.mlir.dialects import math as mlir_math
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def nothing(_, *__):
+        return None
+
+    nothing(*refs)
+
+
+def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array]], fused: bool) -> jax.Array:
+    """Partial sums along rows of matrix [M, N] x vector [N], added over the pairs: float32 [M, columns of one layout tile].
+
+    `fused` writes one multiply-add an element; the plain form is for the interpreter, which has no inline code.
+    """
+    if not fused:
+        return sum(
+            jnp.sum(matrix * lax.broadcast_in_dim(vector, matrix.shape, (1,)), axis=1) for matrix, vector in pairs
+        )
+
     import numpy as np
+    from jax.experimental.mosaic.gpu import FragmentedArray
+    from jaxlib.mlir.dialects import arith
+    from jaxlib.mlir.dialects import math as mlir_math
+
+    columns = layout.to_mgpu().base_tile_shape[1]
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout.reduce(0)),
-        return_type=plgpu.ShapeDtypeStruct((TILE, 8), jnp.float32, layout=layout),
+        arg_types=(layout, layout.reduce(0)) * len(pairs),
+        return_type=plgpu.ShapeDtypeStruct((pairs[0][0].shape[0], columns), jnp.float32, layout=layout),
     )
-    def multiply(_, matrix, vector):
-        wide = vector.broadcast_in_dim(matrix.shape, (1,), matrix.layout)
-        rows = np.moveaxis(matrix.registers, 1, 0)
-        factors = np.moveaxis(wide.registers, 1, 0)
-        total = [a * b if False else None for a, b in zip(rows[0].flat, factors[0].flat, strict=True)]
-        return total
+    def multiply(_, *operands):
+        total = None
+        for matrix, vector in zip(operands[::2], operands[1::2], strict=True):
+            wide = vector.broadcast_in_dim(matrix.shape, (1,), matrix.layout)
+            if total is None:
+                total = np.full_like(matrix.registers[:, :1], None)
+            for index in np.ndindex(matrix.registers.shape):
+                at = (index[0], 0, *index[2:])
+                value, factor = matrix.registers[index], wide.registers[index]
+                if total[at] is None:
+                    total[at] = arith.mulf(value, factor)
+                else:
+                    total[at] = mlir_math.fma(value, factor, total[at])
+        return FragmentedArray(_registers=total, _layout=operands[0].layout, _is_signed=None)
 
-    return multiply(state, reader)
+    return multiply(*(operand for pair in pairs for operand in pair))
+
+
+def rank_one(
+    plgpu: Any, layout: Any, matrix: jax.Array, column: jax.Array, row: jax.Array, fused: bool
+) -> jax.Array:
+    """matrix [M, N] + column [M] x row [N], one multiply-add an element."""
+    if not fused:
+        shape = matrix.shape
+        return matrix + lax.broadcast_in_dim(column, shape, (0,)) * lax.broadcast_in_dim(row, shape, (1,))
+
+    import numpy as np
+    from jax.experimental.mosaic.gpu import FragmentedArray
+    from jaxlib.mlir.dialects import math as mlir_math
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout.reduce(1), layout.reduce(0)),
+        return_type=plgpu.ShapeDtypeStruct(matrix.shape, jnp.float32, layout=layout),
+    )
+    def update(_, base, left, right):
+        left = left.broadcast_in_dim(base.shape, (0,), base.layout)
+        right = right.broadcast_in_dim(base.shape, (1,), base.layout)
+        total = np.empty_like(base.registers)
+        for index in np.ndindex(total.shape):
+            total[index] = mlir_math.fma(left.registers[index], right.registers[index], base.registers[index])
+        return FragmentedArray(_registers=total, _layout=base.layout, _is_signed=None)
+
+    return update(matrix, column, row)
+
+
+def scale_rows(matrix: jax.Array, factor: jax.Array) -> jax.Array:
+    """matrix [M, N] times a scalar or [M] factors."""
+    return matrix * (lax.broadcast_in_dim(factor, matrix.shape, (0,)) if factor.ndim else factor)
+
+
+def row_sums(partial: jax.Array) -> jax.Array:
+    """[64] sums of the partial sums of `row_products`."""
+    return partial if partial.ndim == 1 else jnp.sum(partial, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """What a recurrence brings to the streaming kernel.
+
+    scalars: number of float32 [B, R, H] rings. head_constants: number of float32 [H] rows of the constants array.
+    shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients` writes it.
+    coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers from one group's data.
+    scratch(geometry): extra SMEM buffers of `coefficients`.
+    """
+
+    scalars: int
+    head_constants: int
+    shared_reader: bool
+    coefficients: Callable[["Group"], None]
+    scratch: Callable[[Any, Geometry], dict] = lambda plgpu, geometry: {}
+
+
+@dataclasses.dataclass
+class Group:
+    """References and cursors that `coefficients` works on: data of one (row, group) in shared memory."""
+
+    plgpu: Any
+    geometry: Geometry
+    fused: bool
+    start: jax.Array
+    length: jax.Array
+    keys: Any
+    reader: Any
+    scalars: tuple
+    constants: Any
+    weights: Any
+    scale: Any
+    readers: Any
+    scratch: dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Arrays of one call, viewed for the kernel.
+
+    state [B*G*tiles, 64, K]; values, keys, scalars: rings as references; new_*: the call's tokens; cursor int32 [B, 4]
+    rows of (row, start, length, 0) in list order; count int32 [1]: rows of the list in use.
+    """
+
+    state: jax.Array
+    values: Any
+    keys: Any
+    scalars: tuple
+    new_values: jax.Array
+    new_keys: jax.Array
+    new_scalars: tuple
+    reader: jax.Array
+    constants: jax.Array | None
+    cursor: jax.Array
+    count: jax.Array
+
+
+def stream_window(
+    recurrence: Recurrence,
+    geometry: Geometry,
+    operands: Operands,
+    launch: LaunchParameters,
+    *,
+    out_dtype: Any,
+    interpret: Any = None,
+) -> jax.Array:
+    """Outputs [B, T, H, V] of the listed rows; appends the new tokens to the rings in place.
+
+    Rows that the list leaves out are not written: their outputs are undefined.
+    """
+    plgpu = mosaic_gpu()
+    geometry.check()
+    geo = geometry
+    fused = interpret is None
+    ring, tokens, tiles, groups = geo.ring, geo.tokens, geo.tiles, geo.groups
+    ctas = min(launch.ctas, geo.batch * groups * tiles)
+    stages, granule = launch.stages, launch.granule
+    granules = ring // granule
+    row_tiles = groups * tiles
+    listed = min(geo.batch, -(-geo.batch // ctas) + 2)
+    state_dtype = operands.state.dtype
+    value_dtype = operands.new_values.dtype
+    layout = plgpu.Layout.WGMMA
+    has_constants = operands.constants is not None
+    copies = 1 + granules
+    group_copies = granules + 3 + 2 * recurrence.scalars + (1 if has_constants else 0)
+
+    def transforms(dtype: Any) -> tuple:
+        return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
+
+    scratch = dict(
+        state=plgpu.SMEM((stages, TILE, geo.d_state), state_dtype, transforms=transforms(state_dtype)),
+        values=plgpu.SMEM((stages, ring, TILE), value_dtype),
+        new_values=plgpu.SMEM((2, tokens, tiles, TILE), value_dtype),
+        keys=plgpu.SMEM((2, geo.slots, geo.d_state), operands.new_keys.dtype),
+        reader=plgpu.SMEM((2, tokens, geo.d_state), operands.reader.dtype),
+        scalars=tuple(
+            plgpu.SMEM((2, geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
+        ),
+        weights=plgpu.SMEM((tokens, geo.head_slots, geo.slots), jnp.float32),
+        cursor=plgpu.SMEM((listed, 4), jnp.int32),
+        tile_barrier=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        group_barrier=plgpu.Barrier(num_arrivals=group_copies, num_barriers=2),
+        cursor_barrier=plgpu.Barrier(num_arrivals=1),
+    )
+    if has_constants:
+        scratch["constants"] = plgpu.SMEM((2, recurrence.head_constants, geo.head_slots), jnp.float32)
+    if recurrence.shared_reader:
+        scratch["scale"] = plgpu.SMEM((tokens, geo.head_slots), jnp.float32)
+    else:
+        scratch["readers"] = plgpu.SMEM((tokens, geo.group_heads, geo.d_state), jnp.float32)
+    scratch["extra"] = recurrence.scratch(plgpu, geo)
+
+    def body(*refs: Any, state: Any, values: Any, new_values: Any, keys: Any, reader: Any, scalars: tuple,
+             weights: Any, cursor: Any, tile_barrier: Any, group_barrier: Any, cursor_barrier: Any,
+             constants: Any = None, scale: Any = None, readers: Any = None, extra: Any = None) -> None:
+        refs = list(refs)
+        out = refs.pop()
+        state_in, values_ring, keys_ring, *refs = refs
+        scalar_rings, refs = refs[: recurrence.scalars], refs[recurrence.scalars :]
+        values_in, keys_in, *refs = refs
+        scalars_in, refs = refs[: recurrence.scalars], refs[recurrence.scalars :]
+        reader_in, cursor_in, count_in, *constants_in = refs
+
+        if fused:
+            plain = (values, new_values, keys, reader, weights, constants, scale, readers)
+            pin_plain(plgpu, [ref for ref in (*plain, *scalars, *extra.values()) if ref is not None])
+
+        total = count_in[0] * row_tiles
+        cta = lax.axis_index("cta")
+        begin = lax.div(cta * total, ctas)
+        end = lax.div((cta + 1) * total, ctas)
+        first_row = jnp.minimum(lax.div(begin, row_tiles), geo.batch - listed)
+        plgpu.copy_gmem_to_smem(cursor_in.at[pl.ds(first_row, listed)], cursor, cursor_barrier)
+        plgpu.barrier_wait(cursor_barrier)
+
+        def place(index: jax.Array, size: int) -> tuple:
+            at = lax.div(index, size) - first_row
+            return cursor[at, 0], cursor[at, 1], cursor[at, 2], lax.rem(index, size)
+
+        def skip(wanted: jax.Array, index: jax.Array, beyond: int) -> jax.Array:
+            # A leading index out of range makes the copy engine write zeros without reading memory.
+            return index if interpret is not None else jnp.where(wanted, index, beyond)
+
+        def issue_tile(index: jax.Array, stage: jax.Array) -> None:
+            row, start, length, within = place(index, row_tiles)
+            block = row * groups + lax.div(within, tiles)
+            tile = lax.rem(within, tiles)
+            barrier = tile_barrier.at[stage]
+            plgpu.copy_gmem_to_smem(state_in.at[row * row_tiles + within], state.at[stage], barrier)
+            for g in range(granules):
+                live = granule_live(g * granule, granule, start, length, ring)
+                source = skip(live, block, geo.batch * groups)
+                rows = pl.ds(g * granule, granule)
+                plgpu.copy_gmem_to_smem(values_ring.at[source, rows, tile], values.at[stage, rows], barrier)
+
+        def issue_group(index: jax.Array, half: jax.Array) -> None:
+            row, start, length, group = place(index, groups)
+            block = row * groups + group
+            heads = pl.ds(group * geo.group_heads, geo.head_slots)
+            barrier = group_barrier.at[half]
+            for g in range(granules):
+                live = granule_live(g * granule, granule, start, length, ring)
+                source = skip(live, block, geo.batch * groups)
+                rows = pl.ds(g * granule, granule)
+                plgpu.copy_gmem_to_smem(keys_ring.at[source, rows], keys.at[half, rows], barrier)
+            fresh = pl.ds(ring, tokens)
+            plgpu.copy_gmem_to_smem(keys_in.at[block], keys.at[half, fresh], barrier)
+            plgpu.copy_gmem_to_smem(values_in.at[block], new_values.at[half], barrier)
+            plgpu.copy_gmem_to_smem(reader_in.at[block], reader.at[half], barrier)
+            for source, new, target in zip(scalar_rings, scalars_in, scalars, strict=True):
+                plgpu.copy_gmem_to_smem(source.at[row, :, heads], target.at[half, pl.ds(0, ring)], barrier)
+                plgpu.copy_gmem_to_smem(new.at[row, :, heads], target.at[half, fresh], barrier)
+            if has_constants:
+                plgpu.copy_gmem_to_smem(constants_in[0].at[:, heads], constants.at[half], barrier)
+
+        def append(index: jax.Array, half: jax.Array) -> None:
+            row, start, length, group = place(index, groups)
+            block = row * groups + group
+            width = -(-geo.group_heads // 4) * 4
+            heads = pl.ds(group * geo.group_heads, width)
+            for t in range(tokens):
+                slot = lax.rem(start + length + t, ring)
+                plgpu.copy_smem_to_gmem(new_values.at[half, t], values_ring.at[block, slot], commit_group=False)
+                plgpu.copy_smem_to_gmem(
+                    keys.at[half, pl.ds(ring + t, 1)], keys_ring.at[block, pl.ds(slot, 1)], commit_group=False
+                )
+                for target, source in zip(scalar_rings, scalars, strict=True):
+                    plgpu.copy_smem_to_gmem(
+                        source.at[half, pl.ds(ring + t, 1), pl.ds(0, width)],
+                        target.at[row, pl.ds(slot, 1), heads],
+                        commit_group=False,
+                    )
+            plgpu.commit_smem_to_gmem_group()
+
+        first_group = lax.div(begin, tiles)
+
+        @pl.when(begin < end)
+        def _():
+            issue_group(first_group, jnp.int32(0))
+
+        for stage in range(stages):
+
+            @pl.when(begin + stage < end)
+            def _(stage=stage):
+                issue_tile(begin + stage, jnp.int32(stage))
+
+        def step(index: jax.Array, carry: None) -> None:
+            group = lax.div(index, tiles)
+            tile = lax.rem(index, tiles)
+            half = lax.rem(group - first_group, 2)
+            stage = lax.rem(index - begin, stages)
+
+            @pl.when((index == begin) | (tile == 0))
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                @pl.when((group + 1) * tiles < end)
+                def _():
+                    issue_group(group + 1, 1 - half)
+
+                plgpu.barrier_wait(group_barrier.at[half])
+
+                @pl.when(tile == 0)
+                def _():
+                    append(group, half)
+
+                _, start, length, _ = place(group, groups)
+                recurrence.coefficients(
+                    Group(
+                        plgpu=plgpu, geometry=geo, fused=fused, start=start, length=length, keys=keys.at[half],
+                        reader=reader.at[half], scalars=tuple(s.at[half] for s in scalars),
+                        constants=constants.at[half] if has_constants else None, weights=weights, scale=scale,
+                        readers=readers, scratch=extra,
+                    )
+                )
+
+            plgpu.barrier_wait(tile_barrier.at[stage])
+            matrix = plgpu.load(state.at[stage], layout=layout).astype(jnp.float32)
+            past = plgpu.load(values.at[stage].T, layout=layout, optimized=False).astype(jnp.float32)
+            fresh = [
+                plgpu.load(new_values.at[half, u, tile], layout=layout.reduce(1)).astype(jnp.float32)
+                for u in range(tokens)
+            ]
+            head = lax.div(tile * TILE, geo.head_dim)
+            row, _, _, within = place(index, row_tiles)
+            row_group = lax.div(within, tiles)
+            if geo.tile_heads > 1:
+                rows = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
+                row_head = lax.div(tile * TILE + rows, geo.head_dim)
+            for t in range(tokens):
+                result = None
+                for k in range(geo.tile_heads):
+                    h = jnp.minimum(head + k, geo.group_heads - 1) if geo.tile_heads > 1 else head
+                    weight = plgpu.load(weights.at[t, h, pl.ds(0, ring)], layout=layout.reduce(0))
+                    if recurrence.shared_reader:
+                        if k == 0:
+                            z = plgpu.load(reader.at[half, t], layout=layout.reduce(0)).astype(jnp.float32)
+                            checkpoint = row_products(plgpu, layout, [(matrix, z)], fused)
+                        window = row_products(plgpu, layout, [(past, weight)], fused)
+                        if geo.tile_heads == 1:
+                            y = row_sums(checkpoint * scale[t, h] + window)
+                        else:
+                            if k == 0:
+                                checkpoint = row_sums(checkpoint)
+                            y = checkpoint * scale[t, h] + row_sums(window)
+                    else:
+                        z = plgpu.load(readers.at[t, h], layout=layout.reduce(0))
+                        y = row_sums(row_products(plgpu, layout, [(matrix, z), (past, weight)], fused))
+                    for u in range(t + 1):
+                        y = y + fresh[u] * weights[t, h, ring + u]
+                    result = y if k == 0 else jnp.where(row_head >= head + k, y, result)
+                out[row, t, row_group, tile] = result.astype(out_dtype)
+
+            @pl.when(index + stages < end)
+            def _():
+                issue_tile(index + stages, stage)
+
+            return carry
+
+        lax.fori_loop(begin, end, step, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((geo.batch, tokens, groups, tiles, TILE), out_dtype),
+        scratch_types=scratch,
+        grid=(ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(),
+        kernel_name="replay_window",
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    arguments = [
+        operands.state, operands.values, operands.keys, *operands.scalars, operands.new_values, operands.new_keys,
+        *operands.new_scalars, operands.reader, operands.cursor, operands.count,
+    ]
+    if has_constants:
+        arguments.append(operands.constants)
+    out = kernel(*arguments)
+    return out.reshape(geo.batch, tokens, geo.heads, geo.head_dim)
