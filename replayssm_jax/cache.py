@@ -303,7 +303,7 @@ def select(cache: Cache, rows) -> Cache:
     return _select(cache, indices)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _insert(cache: Cache, part: Cache, rows: Int32[Array, " n"]) -> Cache:
     return _map_rows(lambda leaf, new: leaf.at[rows].set(new, mode="drop"), cache, part)
 
@@ -340,7 +340,7 @@ def _without_heads(cache: Cache) -> tuple:
     return layers, (cache.start, cache.length, cache.pending, cache.flush_at, cache.seed)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _reset(cache: Cache, rows: Int32[Array, " n"], seeds: UInt32[Array, " n"] | None) -> Cache:
     seed = cache.seed if seeds is None else cache.seed.at[rows].set(seeds, mode="drop")
     full = 1 if cache.replay is None else cache.replay.buffer_length

@@ -214,19 +214,19 @@ def commit_core(cache: Cache, accepted: Int32[Array, " B"]) -> Cache:
     return replace(cache, pending=jnp.zeros_like(cache.pending), **cursors)
 
 
-@functools.partial(jax.jit, donate_argnums=3, static_argnames="return_hidden")
+@functools.partial(jax.jit, donate_argnums=3, static_argnames="return_hidden", keep_unused=True)
 def _prefill(model, tokens, lengths, cache, return_hidden: bool):
     logits, hidden, cache = prefill_core(model, tokens, lengths, cache)
     return (logits, hidden, cache) if return_hidden else (logits, cache)
 
 
-@functools.partial(jax.jit, donate_argnums=2, static_argnames="return_hidden")
+@functools.partial(jax.jit, donate_argnums=2, static_argnames="return_hidden", keep_unused=True)
 def _step(model, tokens, cache, return_hidden: bool):
     logits, hidden, cache = step_core(model, tokens, cache)
     return (logits, hidden, cache) if return_hidden else (logits, cache)
 
 
-_commit = functools.partial(jax.jit, donate_argnums=0)(commit_core)
+_commit = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)(commit_core)
 
 
 def _integers(value, shape: tuple, name: str) -> Int32[Array, "..."]:

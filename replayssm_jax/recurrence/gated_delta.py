@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from replayssm_jax.recurrence.layout import grouped, outputs_by_token, state_by_group, values_by_group
+from replayssm_jax.recurrence.layout import (
+    grouped,
+    outputs_by_token,
+    per_head,
+    state_by_group,
+    values_by_group,
+)
 from replayssm_jax.recurrence.segment import (
     einsum,
     in_age_order,
@@ -76,16 +82,15 @@ def eager_step(
     state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B G 1 K"], heads: Heads
 ) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H V K"]]:
     """Advances the state by one token and reads it with `reader` (q, normalised and scaled by K^-0.5)."""
-    groups = reader.shape[1]
-    k = inputs.k.astype(jnp.float32)[:, :, :, None, :]
-    q = reader.astype(jnp.float32)[:, :, :, None, :]
-    alpha = jnp.exp(grouped(inputs.log_decay, groups))
-    decayed = alpha[..., None] * state_by_group(state, groups)
-    v = values_by_group(inputs.v, state.shape[2])[:, :, :, 0]
-    u = grouped(inputs.beta, groups) * (v - jnp.sum(decayed * k, axis=-1))
-    new = decayed + u[..., None] * k
-    outputs = jnp.sum(new * q, axis=-1)
-    return outputs_by_token(outputs[:, :, :, None]), new.reshape(state.shape)
+    # One product reads the old state twice; a state that is never reshaped is updated in place by XLA.
+    batch, count, head_dim, _ = state.shape
+    v = inputs.v.astype(jnp.float32).reshape(batch, count, head_dim)
+    k, q = (per_head(field[:, :, 0].astype(jnp.float32), count) for field in (inputs.k, reader))
+    alpha, beta = jnp.exp(inputs.log_decay[:, 0, :, None]), inputs.beta[:, 0, :, None]
+    read = einsum("bhvk,bhtk->bhtv", state, jnp.stack([k, q], axis=2))
+    u = beta * (v - alpha * read[:, :, 0])
+    outputs = alpha * read[:, :, 1] + u * jnp.sum(k * q, axis=-1, keepdims=True)
+    return outputs[:, None], alpha[..., None] * state + u[..., None] * k[:, :, None]
 
 
 def _interactions(inputs: Inputs, decay: Float32[Array, "B G M T T"]) -> Float32[Array, "B G M T T"]:

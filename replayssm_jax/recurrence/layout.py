@@ -25,3 +25,8 @@ def outputs_by_token(outputs: Float32[Array, "B G M T V"]) -> Float32[Array, "B 
     """Returns outputs by group in the order in which models use them."""
     batch, groups, per_group, tokens, head_dim = outputs.shape
     return jnp.moveaxis(outputs, 3, 1).reshape(batch, tokens, groups * per_group, head_dim)
+
+
+def per_head(x: Float32[Array, "B G K"], heads: int) -> Float32[Array, "B H K"]:
+    """Repeats every group's vector for its consecutive heads."""
+    return jnp.repeat(x, heads // x.shape[1], axis=1)

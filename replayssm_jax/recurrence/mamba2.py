@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from replayssm_jax.recurrence.layout import grouped, outputs_by_token, state_by_group, values_by_group
+from replayssm_jax.recurrence.layout import (
+    grouped,
+    outputs_by_token,
+    per_head,
+    state_by_group,
+    values_by_group,
+)
 from replayssm_jax.recurrence.segment import (
     einsum,
     scan_chunks,
@@ -73,15 +79,15 @@ def eager_step(
     state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B G 1 K"], heads: Heads
 ) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H V K"]]:
     """Advances the state by one token and reads it with `reader` (C); the outputs include d x."""
-    groups = reader.shape[1]
-    x = values_by_group(inputs.x, state.shape[2])[:, :, :, 0]
-    dt = grouped(inputs.dt, groups)
-    decay = jnp.exp(_per_group(heads.a, groups) * dt)[..., None]
-    b = inputs.b.astype(jnp.float32)[:, :, :, None, :]
-    c = reader.astype(jnp.float32)[:, :, :, None, :]
-    new = decay * state_by_group(state, groups) + (dt * x)[..., None] * b
-    outputs = jnp.sum(new * c, axis=-1) + _per_group(heads.d, groups) * x
-    return outputs_by_token(outputs[:, :, :, None]), new.reshape(state.shape)
+    # A state that is never reshaped is updated in place by XLA; a reshaped one is copied first.
+    batch, count, head_dim, _ = state.shape
+    x = inputs.x.astype(jnp.float32).reshape(batch, count, head_dim)
+    dt = inputs.dt[:, 0, :, None]
+    decay = jnp.exp(heads.a.astype(jnp.float32)[None, :, None] * dt)
+    b, c = (per_head(field[:, :, 0].astype(jnp.float32), count) for field in (inputs.b, reader))
+    new = decay[..., None] * state + (dt * x)[..., None] * b[:, :, None]
+    outputs = jnp.sum(new * c[:, :, None], axis=-1) + heads.d.astype(jnp.float32)[None, :, None] * x
+    return outputs[:, None], new
 
 
 def _absorb(
