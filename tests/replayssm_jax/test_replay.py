@@ -1,0 +1,614 @@
+"""One step, one commit: every operation on a cache against whole texts run without one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import replayssm_jax as rs
+from replayssm_jax import cache as cache_module
+from replayssm_jax import replay as replay_module
+from replayssm_jax.cache import RecurrentLayer
+from tests.tiny_models import FAMILIES, VOCAB, assert_close, full_logits, hot_model, random_tokens
+
+MAX_LENGTH = 64
+
+
+def prefilled(model, texts, lengths, replay, **options):
+    """A cache holding texts[i, :lengths[i]], and the logits after them."""
+    cache = model.init_cache(len(texts), MAX_LENGTH, replay, **options)
+    width = max(int(np.max(lengths)), 1)
+    return rs.prefill(model, texts[:, :width], np.asarray(lengths, np.int32), cache)
+
+
+def windows(texts, position, count):
+    return np.stack([row[p : p + count] for row, p in zip(texts, position, strict=True)])
+
+
+def states_of(model, texts, position):
+    """Materialised states of texts[i, :position[i]] by one eager prefill a row, from nothing."""
+    cache = model.init_cache(len(texts), MAX_LENGTH, None)
+    _, cache = rs.prefill(model, texts[:, :48], np.asarray(position, np.int32), cache)
+    return rs.materialize(cache), conv_windows(cache)
+
+
+def conv_windows(cache):
+    """The last taps - 1 convolution columns of every row, oldest first; zero before position 0."""
+    windows = []
+    for layer in cache.layers:
+        if isinstance(layer, RecurrentLayer):
+            past = layer.conv.shape[1] - cache.window
+            index = (np.asarray(cache.position)[:, None] + np.arange(-past, 0)) % layer.conv.shape[1]
+            windows.append(np.take_along_axis(np.asarray(layer.conv), index[:, :, None], axis=1))
+    return windows
+
+
+def assert_same_state(model, cache, texts):
+    states, windows = states_of(model, texts, cache.position)
+    for actual, expected in zip(rs.materialize(cache), states, strict=True):
+        assert_close(actual, expected)
+    for actual, expected in zip(conv_windows(cache), windows, strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_step_and_commit_reproduce_the_whole_text(family):
+    model = hot_model(family)
+    texts = random_tokens(3, 60)
+    expected = full_logits(model, texts)
+    for replay in (rs.ReplayConfig(buffer_length=8, window=3), None):
+        logits, cache = prefilled(model, texts, [5, 1, 9], replay)
+        assert_close(logits, expected[np.arange(3), [4, 0, 8]])
+        rng, position = np.random.default_rng(1), np.array([5, 1, 9])
+        while position.max() < 40:
+            count = cache.window
+            logits, cache = rs.step(model, windows(texts, position, count), cache)
+            for row, p in enumerate(position):
+                assert_close(logits[row], expected[row, p : p + count])
+            assert np.asarray(cache.pending).tolist() == [count] * 3
+            accepted = rng.integers(0, count + 1, 3) if replay else np.ones(3, np.int64)
+            cache = rs.commit(cache, accepted)
+            position = position + accepted
+            assert np.asarray(cache.position).tolist() == position.tolist()
+        assert_same_state(model, cache, texts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b03_right_pads_touch_nothing(family):
+    model = hot_model(family)
+    texts, lengths = random_tokens(4, 32), np.array([3, 11, 16, 1])
+    expected = full_logits(model, texts)
+    for replay in (rs.ReplayConfig(buffer_length=4), None):
+        logits, cache = prefilled(model, texts, lengths, replay)
+        assert_close(logits, expected[np.arange(4), lengths - 1])
+        assert all(not window[3, :-1].any() for window in conv_windows(cache))
+        position = lengths.copy()
+        for _ in range(16):
+            logits, cache = rs.step(model, windows(texts, position, 1), cache)
+            assert_close(logits[:, 0], expected[np.arange(4), position])
+            cache, position = rs.commit(cache, np.ones(4, np.int32)), position + 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b03_a_row_without_tokens_in_a_chunk_stays_bit_equal(family):
+    model = hot_model(family)
+    texts = random_tokens(2, 16)
+    cache = model.init_cache(2, MAX_LENGTH, rs.ReplayConfig(buffer_length=4))
+    _, cache = rs.prefill(model, texts[:, :8], np.array([5, 8]), cache)
+    for position in (5, 6):
+        _, cache = rs.step(model, windows(texts, [position, position + 3], 1), cache)
+        cache = rs.commit(cache, np.ones(2, np.int32))
+    before = rs.select(cache, [0])
+    _, cache = rs.prefill(model, texts[:, 8:], np.array([0, 5]), cache)
+    after = rs.select(cache, [0])
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
+    assert np.asarray(cache.position).tolist() == [7, 15]
+    assert np.asarray(cache.length).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b04_prompts_and_chunks_shorter_than_the_convolution(family, taps):
+    model = hot_model(family, conv_kernel=taps, layers=1)
+    texts = np.tile(random_tokens(1, 16), (5, 1))
+    expected = full_logits(model, texts[:1])[0]
+    lengths = np.array([0, 1, 2, 3, 4])
+    logits, cache = prefilled(model, texts, lengths, rs.ReplayConfig(buffer_length=4))
+    assert_close(logits[1:], expected[:4])
+    chunk = np.stack([row[p : p + 4] for row, p in zip(texts, lengths, strict=True)])
+    counts = np.array([1, 2, 3, 1, 2])
+    logits, cache = rs.prefill(model, chunk, counts, cache)
+    assert_close(logits, expected[lengths + counts - 1])
+    logits, cache = rs.step(model, windows(texts, lengths + counts, 1), cache)
+    assert_close(logits[:, 0], expected[lengths + counts])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b05_the_cut_of_a_prompt_into_chunks_does_not_matter(family):
+    model = hot_model(family, layers=1)
+    text = random_tokens(1, 40)
+    expected = full_logits(model, text)[0, 36]
+    states = None
+    for cut in ([37], [8, 8, 8, 8, 5], [5, 7, 1, 16, 8], [36, 1], [1] * 37):
+        cache, position = model.init_cache(1, MAX_LENGTH, rs.ReplayConfig()), 0
+        for count in cut:
+            padded = np.zeros((1, 37 if count > 8 else 8), np.int32)
+            padded[0, :count] = text[0, position : position + count]
+            logits, cache = rs.prefill(model, padded, np.array([count]), cache)
+            position += count
+        assert_close(logits[0], expected)
+        if states is None:
+            states = rs.materialize(cache)
+        for actual, reference in zip(rs.materialize(cache), states, strict=True):
+            assert_close(actual, reference)
+
+
+@pytest.mark.parametrize("garbage", [1e4, np.nan])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b17_a_recycled_row_is_bit_equal_to_a_fresh_one(family, garbage):
+    model = hot_model(family, layers=1)
+    texts = random_tokens(2, 24)
+
+    def decode(cache):
+        out = []
+        prompt = np.concatenate([texts[:, :9], np.zeros((2, 7), np.int32)], axis=1)
+        logits, cache = rs.prefill(model, prompt, np.array([9, 9]), cache)
+        for position in range(9, 24):
+            out.append(np.asarray(logits[0]))
+            logits, cache = rs.step(model, texts[:, position : position + 1], cache)
+            logits, cache = logits[:, 0], rs.commit(cache, np.ones(2, np.int32))
+        return np.stack(out)
+
+    for replay in (rs.ReplayConfig(buffer_length=4), None):
+        fresh = decode(model.init_cache(2, MAX_LENGTH, replay))
+        spoilt = model.init_cache(2, MAX_LENGTH, replay)
+        layers = tuple(
+            jax.tree.map(
+                lambda leaf: (
+                    leaf.at[0].set(jnp.asarray(garbage, leaf.dtype))
+                    if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.floating)
+                    else leaf
+                ),
+                layer,
+            )
+            for layer in spoilt.layers
+        )
+        spoilt = dataclasses.replace(spoilt, layers=layers, length=spoilt.length.at[0].set(2))
+        assert (decode(rs.reset(spoilt, [0, 2])) == fresh).all()
+        fresh_part = model.init_cache(1, MAX_LENGTH, replay)
+        spoilt = dataclasses.replace(
+            model.init_cache(2, MAX_LENGTH, replay), start=jnp.array([3, 0], jnp.int32)
+        )
+        assert (decode(rs.insert(spoilt, fresh_part, [0])) == fresh).all()
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 5, 7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b18_rejected_drafts_leave_no_trace(family, drafts):
+    model = hot_model(family, layers=1)
+    texts = random_tokens(3, 60)
+    expected = full_logits(model, texts)
+    replay = rs.ReplayConfig(buffer_length=8, window=1 + drafts)
+    _, cache = prefilled(model, texts, [3, 4, 5], replay)
+    position = np.array([3, 4, 5])
+    for round_ in range(40):
+        planted = (round_ + np.arange(3) * 2) % (drafts + 2)
+        tokens = windows(texts, position, 1 + drafts)
+        for row, wrong in enumerate(planted):
+            tokens[row, wrong:] = (tokens[row, wrong:] + 1 + round_) % VOCAB
+        logits, cache = rs.step(model, tokens, cache)
+        for row, kept in enumerate(planted):
+            assert_close(logits[row, :kept], expected[row, position[row] : position[row] + kept])
+        cache = rs.commit(cache, planted)
+        position = position + planted
+        if position.max() > 38:
+            assert_same_state(model, cache, texts)
+            cache, position = rs.reset(cache, [0, 1, 2]), np.zeros(3, np.int64)
+
+
+B19 = [(length, window) for length in (1, 2, 3, 4, 5, 8, 16) for window in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("case", "size"), list(enumerate(B19)), ids=[f"L{length}-W{window}" for length, window in B19]
+)
+def test_b19_ring_length_against_window(case, size):
+    length, window = size
+    if length < window:
+        with pytest.raises(ValueError, match=f"buffer_length={length}, window={window}"):
+            rs.ReplayConfig(buffer_length=length, window=window)
+        return
+    model = hot_model(FAMILIES[case % 3], layers=1)
+    texts = random_tokens(3, 60)
+    expected = full_logits(model, texts)
+    replay = rs.ReplayConfig(buffer_length=length, window=window)
+    _, cache = prefilled(model, texts, [1, 2, 3], replay)
+    rng, position = np.random.default_rng(case), np.array([1, 2, 3])
+    seen, empty = set(), True
+    for round_ in range(200):
+        if length == window == 1:
+            assert np.asarray(replay_module.will_flush(cache, window)).all() == (not empty)
+        empty = False
+        logits, cache = rs.step(model, windows(texts, position, window), cache)
+        if round_ % 8 == 0:
+            for row, p in enumerate(position):
+                assert_close(logits[row], expected[row, p : p + window])
+        accepted = np.ones(3, np.int64) if window == 1 else rng.integers(0, window + 1, 3)
+        cache = rs.commit(cache, accepted)
+        position = position + accepted
+        assert np.asarray(cache.length).max() <= length
+        seen |= set(np.asarray(cache.length).tolist())
+        if position.max() > 48:
+            cache, position = rs.reset(cache, [0, 1, 2]), np.zeros(3, np.int64)
+            _, cache = rs.prefill(model, texts[:, :3], np.array([1, 2, 3]), cache)
+            position, empty = np.array([1, 2, 3]), True
+    assert length in seen, "the ring was never exactly full"
+    assert_same_state(model, cache, texts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b20_steps_of_different_widths_take_turns(family):
+    model = hot_model(family, layers=1)
+    texts = random_tokens(2, 60)
+    expected = full_logits(model, texts)
+    replay = rs.ReplayConfig(buffer_length=8, window=5)
+    _, cache = prefilled(model, texts, [4, 6], replay)
+    position = np.array([4, 6])
+    for drafts, forced in zip([4, 0, 0, 3, 0, 4, 4, 0] * 3, [3, 0, 0, 0, 0, 4, 1, 0] * 3, strict=True):
+        logits, cache = rs.step(model, windows(texts, position, 1 + drafts), cache)
+        for row, p in enumerate(position):
+            assert_close(logits[row], expected[row, p : p + 1 + drafts])
+        accepted = np.array([1 + forced, 1 + drafts // 2])
+        cache, position = rs.commit(cache, accepted), position + accepted
+        if position.max() > 46:
+            assert_same_state(model, cache, texts)
+            cache, position = rs.reset(cache, [0, 1]), np.zeros(2, np.int64)
+
+
+def test_b21_the_end_of_the_cache_cuts_a_window_and_writes_nothing_beyond():
+    model = hot_model("gated_delta")
+    texts = random_tokens(2, 70)
+    expected = full_logits(model, texts)
+    cache = model.init_cache(2, 20, rs.ReplayConfig(buffer_length=8, window=4))
+    _, cache = rs.prefill(model, texts[:, :18], np.array([18, 10]), cache)
+    logits, cache = rs.step(model, windows(texts, [18, 10], 4), cache)
+    assert_close(logits[0, :2], expected[0, 18:20])
+    assert_close(logits[1], expected[1, 10:14])
+    cache = rs.commit(cache, np.array([2, 4]))
+    assert np.asarray(cache.position).tolist() == [20, 14]
+    with pytest.raises(ValueError, match="Row 0 would hold 21 tokens.*max_length=20"):
+        rs.prefill(model, texts[:, 20:21], np.array([1, 1]), cache)
+    logits, cache = rs.step(model, windows(texts, [20, 14], 4), cache)
+    assert_close(logits[1], expected[1, 14:18])
+
+
+def test_accepted_counts_are_clipped_and_a_second_commit_moves_nothing():
+    model = hot_model("mamba2", layers=1)
+    cache = model.init_cache(3, MAX_LENGTH, rs.ReplayConfig(buffer_length=4, window=2))
+    _, cache = rs.step(model, random_tokens(3, 2), cache)
+    cache = rs.commit(cache, np.array([-3, 1, 7]))
+    assert np.asarray(cache.length).tolist() == [0, 1, 2]
+    cache = rs.commit(cache, np.array([2, 2, 2]))
+    assert np.asarray(cache.length).tolist() == [0, 1, 2]
+    assert np.asarray(cache.pending).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_accepting_nothing_keeps_the_state_and_the_next_step_overwrites(family):
+    model = hot_model(family, layers=1)
+    texts = random_tokens(2, 40)
+    expected = full_logits(model, texts)
+    _, cache = prefilled(model, texts, [6, 7], rs.ReplayConfig(buffer_length=4, window=3))
+    before = rs.materialize(cache)
+    for seed in (1, 2, 3):
+        _, cache = rs.step(model, random_tokens(2, 3, seed=seed), cache)
+        if seed != 2:
+            cache = rs.commit(cache, np.zeros(2, np.int32))
+    for old, new in zip(before, rs.materialize(cache), strict=True):
+        assert (np.asarray(old) == np.asarray(new)).all()
+    logits, cache = rs.step(model, windows(texts, [6, 7], 3), cache)
+    assert_close(logits[0], expected[0, 6:9])
+
+
+def test_flush_at_shortens_the_first_window_only():
+    model = hot_model("mamba2", layers=1)
+    texts = random_tokens(3, 40)
+    expected = full_logits(model, texts)
+    replay = rs.ReplayConfig(buffer_length=6)
+    _, cache = prefilled(model, texts, [2, 2, 2], replay, flush_at=np.array([1, 4, 6]))
+    steps_of_flush = [[], [], []]
+    for index in range(16):
+        for row in np.flatnonzero(replay_module.will_flush(cache, 1)):
+            steps_of_flush[row].append(index)
+        logits, cache = rs.step(model, windows(texts, [2 + index] * 3, 1), cache)
+        assert_close(logits[:, 0], expected[:, 2 + index])
+        cache = rs.commit(cache, np.ones(3, np.int32))
+    assert steps_of_flush == [[1, 7, 13], [4, 10], [6, 12]]
+    assert np.asarray(cache.flush_at).tolist() == [6, 6, 6]
+    for bad in (0, 7, [1, 2], 2.5):
+        with pytest.raises(ValueError, match="flush_at"):
+            model.init_cache(3, MAX_LENGTH, replay, flush_at=bad)
+
+
+def test_an_empty_flush_writes_nothing():
+    model = hot_model("gated_delta", layers=1)
+    texts = random_tokens(2, 12)
+    _, cache = prefilled(model, texts, [5, 6], rs.ReplayConfig(buffer_length=4, window=2), flush_at=1)
+    before = np.asarray(cache.layers[0].checkpoint)
+    _, cache = rs.step(model, windows(texts, [5, 6], 2), cache)
+    assert np.asarray(cache.layers[0].checkpoint).tobytes() == before.tobytes()
+    assert np.asarray(cache.start).tolist() == [5, 6]
+    assert np.asarray(cache.flush_at).tolist() == [4, 4]
+
+
+def test_prefill_folds_the_ring_first():
+    model = hot_model("kimi_delta")
+    texts = random_tokens(2, 40)
+    expected = full_logits(model, texts)
+    _, cache = prefilled(model, texts, [3, 8], rs.ReplayConfig(buffer_length=8, window=3))
+    _, cache = rs.step(model, windows(texts, [3, 8], 3), cache)
+    cache = rs.commit(cache, np.array([3, 1]))
+    logits, cache = rs.prefill(model, windows(texts, [6, 9], 9), np.array([9, 7]), cache)
+    assert_close(logits, [expected[0, 14], expected[1, 15]])
+    assert np.asarray(cache.start).tolist() == [15, 16]
+    assert not np.asarray(cache.length).any()
+    assert_same_state(model, cache, texts)
+
+
+def test_hidden_states_come_along_on_request():
+    model = hot_model("mamba2", layers=1)
+    tokens = random_tokens(2, 8)
+    expected = np.asarray(model.forward(jnp.asarray(tokens)))
+    cache = model.init_cache(2, MAX_LENGTH, rs.ReplayConfig(buffer_length=4, window=2))
+    logits, hidden, cache = rs.prefill(model, tokens[:, :6], np.array([6, 4]), cache, return_hidden=True)
+    assert hidden.shape == (2, 6, 64)
+    assert logits.shape == (2, VOCAB)
+    assert_close(hidden[0], expected[0, :6])
+    assert_close(hidden[1, :4], expected[1, :4])
+    _, hidden, cache = rs.step(model, windows(tokens, [6, 4], 2), cache, return_hidden=True)
+    assert_close(hidden, [expected[0, 6:8], expected[1, 4:6]])
+
+
+def test_select_insert_and_reset_move_whole_rows():
+    model = hot_model("gated_delta")
+    texts = random_tokens(3, 40)
+    expected = full_logits(model, texts)
+    replay = rs.ReplayConfig(buffer_length=4)
+    _, cache = prefilled(model, texts, [3, 5, 7], replay, flush_at=[2, 3, 4])
+    for index in range(3):
+        _, cache = rs.step(model, windows(texts, [3 + index, 5 + index, 7 + index], 1), cache)
+        cache = rs.commit(cache, np.ones(3, np.int32))
+    part = rs.select(cache, np.array([2, 0, 2]))
+    assert np.asarray(part.position).tolist() == [10, 6, 10]
+    assert np.asarray(part.seed).tolist() == np.asarray(cache.seed)[[2, 0, 2]].tolist()
+    cache = rs.insert(cache, part, np.array([0, 3, 1]))
+    assert np.asarray(cache.position).tolist() == [10, 10, 10]
+    logits, cache = rs.step(model, windows(texts[[2, 2, 2]], [10] * 3, 1), cache)
+    assert_close(logits[:, 0], np.tile(expected[2, 10], (3, 1)))
+    cache = rs.commit(cache, np.ones(3, np.int32))
+    seeds = np.asarray(cache.seed)
+    cache = rs.reset(cache, np.array([1, 3]), seeds=np.array([77, 88], np.uint32))
+    assert np.asarray(cache.seed).tolist() == [seeds[0], 77, seeds[2]]
+    assert np.asarray(cache.flush_at)[1] == 4
+    assert np.asarray(cache.position).tolist() == [11, 0, 11]
+    logits, cache = rs.step(model, np.stack([texts[2, 11:12], texts[0, :1], texts[2, 11:12]]), cache)
+    assert_close(logits[1, 0], expected[0, 0])
+    assert_close(logits[0, 0], expected[2, 11])
+    cache = rs.reset(cache, np.array([-1, 3]))
+    assert np.asarray(cache.position).tolist() == [11, 0, 0]
+
+
+def test_nothing_that_keeps_its_argument_shares_a_buffer_with_it():
+    model = hot_model("mamba2", layers=2)
+    for replay in (rs.ReplayConfig(buffer_length=4), None):
+        _, cache = prefilled(model, random_tokens(2, 8), [3, 4], replay)
+        mine = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size}
+        for made in (rs.select(cache, [0, 1]), rs.materialize(cache)):
+            assert not mine & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(made) if leaf.size}
+        parameter = model.layers[0].mixer.D[...]
+        _, cache = rs.step(model, random_tokens(2, 1), cache)
+        assert not parameter.is_deleted()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "replay", [rs.ReplayConfig(buffer_length=4, window=2), None], ids=["replay", "eager"]
+)
+def test_donation_reuses_every_byte_of_the_cache(family, replay):
+    model = hot_model(family)
+    cache = model.init_cache(2, MAX_LENGTH, replay)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    count = jnp.ones((2,), jnp.int32)
+    tokens = jnp.zeros((2, cache.window), jnp.int32)
+    programs = {
+        "step": replay_module._step.lower(model, tokens, cache, return_hidden=False),
+        "prefill": replay_module._prefill.lower(model, tokens, count, cache, return_hidden=False),
+        "commit": replay_module._commit.lower(cache, count),
+        "insert": cache_module._insert.lower(cache, cache, count),
+        "reset": cache_module._reset.lower(cache, count, None),
+    }
+    for name, program in programs.items():
+        assert program.compile().memory_analysis().alias_size_in_bytes == size, name
+
+
+@pytest.mark.parametrize(
+    "replay", [rs.ReplayConfig(buffer_length=4, window=2), None], ids=["replay", "eager"]
+)
+def test_save_and_restore(tmp_path, replay):
+    model = hot_model("mamba2")
+    texts = random_tokens(2, 30)
+    _, cache = prefilled(model, texts, [3, 6], replay)
+    _, cache = rs.step(model, windows(texts, [3, 6], 1), cache)
+    cache = rs.commit(cache, np.ones(2, np.int32))
+    rs.save_cache(cache, tmp_path / "saved")
+    with pytest.raises(FileExistsError, match="saved exists already"):
+        rs.save_cache(cache, tmp_path / "saved")
+    restored = rs.restore_cache(tmp_path / "saved")
+    assert jax.tree.structure(restored) == jax.tree.structure(cache)
+    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(restored), strict=True):
+        assert old.dtype == new.dtype
+        assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"saved"}
+    about = (tmp_path / "saved" / "cache.json").read_text()
+    (tmp_path / "saved" / "cache.json").write_text(
+        about.replace('"schema_version": 1', '"schema_version": 9')
+    )
+    with pytest.raises(ValueError, match="schema version 9; this version reads 1"):
+        rs.restore_cache(tmp_path / "saved")
+    with pytest.raises(ValueError, match="is not a saved cache"):
+        rs.restore_cache(tmp_path)
+
+
+def test_wrong_calls_are_refused_and_lose_nothing():
+    model = hot_model("mamba2", layers=1)
+    replay = rs.ReplayConfig(buffer_length=4, window=2)
+    cache = model.init_cache(2, MAX_LENGTH, replay)
+    refused = [
+        (lambda: rs.step(model, random_tokens(2, 3), cache), "window=2 and takes at most 2 tokens"),
+        (lambda: rs.step(model, random_tokens(3, 1), cache), r"\[2, T\]"),
+        (lambda: rs.step(model, random_tokens(2), cache), r"\[2, T\]"),
+        (lambda: rs.step(model, np.zeros((2, 1), np.float32), cache), "must be integers"),
+        (lambda: rs.prefill(model, random_tokens(2, 4), [1, 5], cache), r"lengths must lie in 0\.\.4"),
+        (lambda: rs.prefill(model, random_tokens(2, 4), [1], cache), "lengths must have shape"),
+        (
+            lambda: rs.prefill(model, random_tokens(2, 70), [70, 1], cache),
+            "Row 0 would hold 70.*max_length=64",
+        ),
+        (lambda: rs.commit(cache, [1]), "accepted must have shape"),
+        (lambda: rs.select(cache, [2]), r"rows in 0\.\.1"),
+        (lambda: rs.select(cache, [[0]]), "one-dimensional"),
+        (lambda: rs.reset(cache, [0], seeds=[1, 2]), "seeds"),
+        (lambda: rs.insert(cache, model.init_cache(1, 32, replay), [0]), "same max_length.*64.*32"),
+        (lambda: rs.insert(cache, model.init_cache(1, MAX_LENGTH, None), [0]), "same replay"),
+        (lambda: rs.insert(cache, model.init_cache(1, MAX_LENGTH, replay), [0, 1]), "2 row indices"),
+        (
+            lambda: rs.insert(cache, hot_model("mamba2").init_cache(1, MAX_LENGTH, replay), [0]),
+            "layers, shapes and dtypes",
+        ),
+        (lambda: model.init_cache(0, MAX_LENGTH), "batch must be an integer of at least 1"),
+        (lambda: model.init_cache(1, 0), "max_length"),
+        (lambda: model.init_cache(1, 8, None, flush_at=1), "no meaning in an eager cache"),
+        (lambda: rs.ReplayConfig(buffer_length=0), "buffer_length must be an integer of at least 1"),
+        (lambda: rs.ReplayConfig(implementation="triton"), "implementation must be"),
+    ]
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+    _, cache = rs.step(model, random_tokens(2, 1), cache)
+    eager = model.init_cache(2, MAX_LENGTH, None)
+    with pytest.raises(ValueError, match="an eager cache takes at most 1 tokens"):
+        rs.step(model, random_tokens(2, 2), eager)
+
+
+def test_a_donated_cache_is_refused_by_every_operation(tmp_path):
+    model = hot_model("mamba2", layers=1)
+    spent = model.init_cache(2, MAX_LENGTH)
+    _, cache = rs.step(model, random_tokens(2, 1), spent)
+    calls = [
+        lambda: rs.step(model, random_tokens(2, 1), spent),
+        lambda: rs.prefill(model, random_tokens(2, 4), [1, 1], spent),
+        lambda: rs.commit(spent, [1, 1]),
+        lambda: rs.materialize(spent),
+        lambda: rs.select(spent, [0]),
+        lambda: rs.insert(spent, cache, [0, 1]),
+        lambda: rs.reset(spent, [0]),
+        lambda: rs.save_cache(spent, tmp_path / "spent"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="was donated to an earlier"):
+            call()
+    with pytest.raises(ValueError, match="The part was donated"):
+        rs.insert(cache, spent, [0, 1])
+    assert not np.asarray(rs.commit(cache, [1, 1]).pending).any()
+
+
+def test_b24_counts_and_positions_compile_nothing_new():
+    model = hot_model("mamba2", layers=1)
+    texts = random_tokens(3, 60)
+    cache = model.init_cache(3, MAX_LENGTH, rs.ReplayConfig(buffer_length=8, window=4))
+    before = [function._cache_size() for function in (replay_module._step, replay_module._commit)]
+    for round_ in range(12):
+        _, cache = rs.step(model, texts[:, :4], cache)
+        cache = rs.commit(cache, np.array([round_ % 5, (round_ + 1) % 5, 4]))
+    after = [function._cache_size() for function in (replay_module._step, replay_module._commit)]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [1, 1]
+
+
+def test_seeds_depend_on_seed_and_row_alone():
+    model = hot_model("mamba2", layers=1)
+    first, second = (np.asarray(model.init_cache(batch, 8, seed=5).seed) for batch in (2, 4))
+    assert (first == second[:2]).all()
+    assert len(set(second.tolist())) == 4
+    assert first[0] != np.asarray(model.init_cache(2, 8, seed=6).seed)[0]
+
+
+class Rows:
+    """What every row of a cache should hold, as plain lists of tokens."""
+
+    def __init__(self, family: str, batch: int):
+        self.model = hot_model(family, layers=1)
+        self.cache = self.model.init_cache(batch, MAX_LENGTH, rs.ReplayConfig(buffer_length=5, window=3))
+        self.tokens = [[] for _ in range(batch)]
+
+    def room(self, count: int) -> bool:
+        return max(map(len, self.tokens)) + count <= 44
+
+    def texts(self, extra=None) -> np.ndarray:
+        texts = np.zeros((len(self.tokens), 48), np.int32)
+        for row, tokens in enumerate(self.tokens):
+            full = tokens + ([] if extra is None else extra[row].tolist())
+            texts[row, : len(full)] = full
+        return texts
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["step", "step", "step", "prefill", "select", "insert", "reset"]),
+        st.integers(0, 2**31),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8)
+@given(schedule=operations)
+def test_any_schedule_of_operations_equals_the_text_it_committed(family, schedule):
+    rows, batch = Rows(family, 3), 3
+    for name, seed in schedule:
+        rng = np.random.default_rng(seed)
+        if name == "step" and rows.room(3):
+            tokens = random_tokens(batch, 3, seed=seed)
+            logits, rows.cache = rs.step(rows.model, tokens, rows.cache)
+            expected = full_logits(rows.model, rows.texts(tokens))
+            for row, held in enumerate(rows.tokens):
+                assert_close(logits[row], expected[row, len(held) : len(held) + 3])
+            accepted = rng.integers(0, 4, batch)
+            rows.cache = rs.commit(rows.cache, accepted)
+            for held, new, count in zip(rows.tokens, tokens.tolist(), accepted, strict=True):
+                held.extend(new[:count])
+        elif name == "prefill" and rows.room(6):
+            tokens, counts = random_tokens(batch, 6, seed=seed), rng.integers(0, 7, batch)
+            _, rows.cache = rs.prefill(rows.model, tokens, counts, rows.cache)
+            for held, new, count in zip(rows.tokens, tokens.tolist(), counts, strict=True):
+                held.extend(new[:count])
+        elif name == "select":
+            order = rng.integers(0, batch, batch)
+            rows.cache = rs.select(rows.cache, order)
+            rows.tokens = [list(rows.tokens[row]) for row in order]
+        elif name == "insert":
+            source, target = rng.integers(0, batch), int(rng.integers(0, batch + 1))
+            rows.cache = rs.insert(rows.cache, rs.select(rows.cache, [source]), [target])
+            if target < batch:
+                rows.tokens[target] = list(rows.tokens[source])
+        elif name == "reset":
+            row = int(rng.integers(0, batch))
+            rows.cache, rows.tokens[row] = rs.reset(rows.cache, [row]), []
+        assert np.asarray(rows.cache.position).tolist() == [len(held) for held in rows.tokens]
+    assert_same_state(rows.model, rows.cache, rows.texts())
