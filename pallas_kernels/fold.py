@@ -34,12 +34,30 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class TokenRule:
-    """token(tile, state, value [64], key [K], scalars) -> state; output(tile, readout [64], value) -> [64]."""
+    """How a recurrence moves a tile.
+
+    token(tile, state, value [64], key [K], scalars) -> state applies one token; output(tile, readout [64], value) -> [64];
+    history(tile, state, length, read, read_scalars) -> state folds the committed tokens: read(j) gives value, key and
+    scalars of the j-th, read_scalars(j) the scalars alone (a scalar each, or [64] where a tile holds several heads).
+    """
 
     token: Callable[..., jax.Array]
     output: Callable[..., jax.Array]
+    history: Callable[..., jax.Array]
     scalars: int
     head_constants: int
+
+
+def one_by_one(token: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The history rule that applies the tokens in order."""
+
+    def history(tile: Tile, state: jax.Array, length: jax.Array, read: Callable, read_scalars: Callable) -> jax.Array:
+        def step(j: jax.Array, state: jax.Array) -> jax.Array:
+            return tile.plgpu.layout_cast(token(tile, state, *read(j)), tile.layout)
+
+        return lax.fori_loop(0, length, step, state)
+
+    return history
 
 
 def fold_tiles(
@@ -48,15 +66,14 @@ def fold_tiles(
     operands: Operands,
     ctas: int,
     *,
-    out_dtype: Any,
     history: bool,
     granule: int = 8,
     interpret: Any = None,
-) -> jax.Array:
-    """Outputs [B, T, H, V] of the listed rows; rewrites their state tiles in place.
+) -> None:
+    """Outputs of the listed rows into operands.out; rewrites their state tiles in place.
 
     operands.state is a reference [B*G*tiles, 64, K]. history: fold the ring first and store then (a flush); without it
-    the rings are not read and the state is stored after the last token (an eager step).
+    the rings are not touched and the state is stored after the last token (an eager step).
     """
     plgpu = mosaic_gpu()
     geo = geometry
@@ -67,7 +84,7 @@ def fold_tiles(
     ctas = min(ctas, geo.batch * row_tiles)
     granules = ring // granule if history else 0
     value_dtype, key_dtype = operands.new_values.dtype, operands.new_keys.dtype
-    state_dtype = operands.state.dtype if hasattr(operands.state, "dtype") else None
+    state_dtype = operands.state.dtype
     layout = state_layout(plgpu)
     width = 8
     copies = 2 * granules + rule.scalars
@@ -81,9 +98,7 @@ def fold_tiles(
     ) if history else {}
 
     def body(*refs: Any, values: Any = None, keys: Any = None, scalars: tuple = (), barrier: Any = None) -> None:
-        refs = list(refs)
-        out = refs.pop()
-        state, *refs = refs
+        out, state, *refs = refs
         if history:
             values_ring, keys_ring, *refs = refs
             scalar_rings, refs = refs[: rule.scalars], refs[rule.scalars :]
@@ -143,17 +158,17 @@ def fold_tiles(
             if history:
                 plgpu.barrier_wait(barrier)
 
-                def fold(j: jax.Array, matrix: jax.Array) -> jax.Array:
+                def read_scalars(j: jax.Array) -> tuple:
+                    slot = lax.rem(start + j, ring)
+                    return tuple(a_row(lambda k, s=s: s[slot, first_head + k - aligned]) for s in scalars)
+
+                def read(j: jax.Array) -> tuple:
                     slot = lax.rem(start + j, ring)
                     value = plgpu.load(values.at[slot], layout=layout.reduce(1), optimized=False)
                     key = plgpu.load(keys.at[slot], layout=layout.reduce(0), optimized=False)
-                    here = tuple(a_row(lambda k, s=s: s[slot, first_head + k - aligned]) for s in scalars)
-                    matrix = rule.token(
-                        tile_rule, matrix, value.astype(jnp.float32), key.astype(jnp.float32), here
-                    )
-                    return plgpu.layout_cast(matrix, layout)
+                    return value.astype(jnp.float32), key.astype(jnp.float32), read_scalars(j)
 
-                matrix = lax.fori_loop(0, length, fold, matrix)
+                matrix = rule.history(tile_rule, matrix, length, read, read_scalars)
                 stored = matrix.astype(state_dtype)
 
                 @pl.when(length > 0)
@@ -168,18 +183,30 @@ def fold_tiles(
                 reader = plgpu.load(reader_in.at[block, t], layout=layout.reduce(0), optimized=False)
                 value, key, reader = (x.astype(jnp.float32) for x in (value, key, reader))
                 here = tuple(a_row(lambda k, s=s: s[row, t, first_head + k]) for s in scalars_in)
+                if history:
+                    slot = lax.rem(start + length + t, ring)
+                    values_ring[block, slot, tile] = value.astype(value_dtype)
+                    for k in range(geo.tile_heads):
+                        one = first_head + (jnp.minimum(head + k, geo.group_heads - 1) - head)
+                        for source, target in zip(scalars_in, scalar_rings, strict=True):
+                            target[row, slot, one] = source[row, t, one]
+
+                    @pl.when(tile == 0)
+                    def _(slot=slot, key=key):
+                        keys_ring[block, slot] = key.astype(key_dtype)
+
                 matrix = rule.token(tile_rule, matrix, value, key, here)
                 if t == tokens - 1 and not history:
                     state[place] = matrix.astype(state_dtype)
                 readout = row_sums(row_products(plgpu, layout, [(matrix, reader)], fused))
-                out[row, t, group, tile] = rule.output(tile_rule, readout, value).astype(out_dtype)
+                out[row, t, group, tile] = rule.output(tile_rule, readout, value).astype(out.dtype)
             return carry
 
         lax.fori_loop(0, lax.div(jnp.maximum(total - cta + ctas - 1, 0), ctas), serve, None)
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((geo.batch, tokens, groups, tiles, TILE), out_dtype),
+        out_type=(),
         scratch_types=scratch,
         grid=(ctas,),
         grid_names=("cta",),
@@ -189,9 +216,9 @@ def fold_tiles(
     )
     rings = [operands.values, operands.keys, *operands.scalars] if history else []
     arguments = [
-        operands.state, *rings, operands.new_values, operands.new_keys, *operands.new_scalars, operands.reader,
+        operands.out, operands.state, *rings, operands.new_values, operands.new_keys, *operands.new_scalars, operands.reader,
         operands.cursor, operands.count,
     ]
     if has_constants:
         arguments.append(operands.constants)
-    return kernel(*arguments).reshape(geo.batch, tokens, geo.heads, geo.head_dim)
+    kernel(*arguments)

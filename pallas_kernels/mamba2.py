@@ -6,20 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import launch
-from pallas_kernels.fold import Tile, TokenRule, fold_tiles
+from pallas_kernels.fold import Tile, TokenRule
 from pallas_kernels.pipeline import (
-    TILE,
-    Geometry,
     Group,
-    Operands,
     Recurrence,
     coefficient_layout,
     rank_one,
     row_layout,
     scale_rows,
-    stream_window,
 )
+from pallas_kernels.replay import Kernels
 
 
 def _coefficients(group: Group) -> None:
@@ -88,138 +84,28 @@ def _output(tile: Tile, readout: jax.Array, value: jax.Array) -> jax.Array:
     return readout + tile.constants[1] * value
 
 
-TOKEN = TokenRule(token=_token, output=_output, scalars=1, head_constants=2)
+def _history(tile: Tile, state: jax.Array, length: jax.Array, read: Any, read_scalars: Any) -> jax.Array:
+    """exp(A sum dt) S + sum_j dt_j exp(A sum_{i>j} dt_i) x_j B_j^T, newest token first: one multiply-add an element."""
+    a, _ = tile.constants
+
+    def log_decay(j: jax.Array) -> jax.Array:
+        return a * read_scalars(j)[0]
+
+    zero = jnp.zeros_like(a)
+    total = lax.fori_loop(0, length, lambda j, total: total + log_decay(j), zero)
+    state = scale_rows(state, jnp.exp(total))
+
+    def add(i: jax.Array, carry: tuple) -> tuple:
+        state, tail = carry
+        value, key, (dt,) = read(length - 1 - i)
+        state = rank_one(tile.plgpu, tile.layout, state, value * (dt * jnp.exp(tail)), key, tile.fused)
+        return tile.plgpu.layout_cast(state, tile.layout), tail + a * dt
+
+    return lax.fori_loop(0, length, add, (state, zero))[0]
 
 
-Ring = tuple[jax.Array, jax.Array, jax.Array]
-Rows = tuple[jax.Array, jax.Array]
-
-
-def _geometry(checkpoint: jax.Array, new: Ring, slots: int) -> Geometry:
-    batch, heads, head_dim, d_state = checkpoint.shape
-    groups, tokens = new[0].shape[1:3]
-    geometry = Geometry(batch, groups, heads, head_dim, d_state, slots, tokens)
-    geometry.check()
-    return geometry
-
-
-def _operands(geo: Geometry, state: Any, ring: tuple, new: Ring, reader: jax.Array, a: Any, d: Any, rows: dict) -> Operands:
-    blocks = geo.batch * geo.groups
-    values, keys, dt = ring
-    return Operands(
-        state=state,
-        values=values,
-        keys=keys,
-        scalars=(dt,),
-        new_values=new[0].reshape(blocks, geo.tokens, geo.tiles, TILE),
-        new_keys=new[1].reshape(blocks, geo.tokens, geo.d_state),
-        new_scalars=(new[2],),
-        reader=reader.reshape(blocks, geo.tokens, geo.d_state),
-        constants=jnp.stack([a, d]),
-        **rows,
-    )
-
-
-def _ring_views(geo: Geometry, ring: Ring) -> tuple:
-    blocks = geo.batch * geo.groups
-    return (
-        ring[0].reshape(blocks, geo.ring, geo.tiles, TILE),
-        ring[1].reshape(blocks, geo.ring, geo.d_state),
-        ring[2],
-    )
-
-
-def _state_view(geo: Geometry, state: jax.Array) -> jax.Array:
-    return state.reshape(geo.batch * geo.groups * geo.tiles, TILE, geo.d_state)
-
-
-def window(
-    checkpoint: jax.Array,
-    ring: Ring,
-    new: Ring,
-    reader: jax.Array,
-    a: jax.Array,
-    d: jax.Array,
-    start: jax.Array,
-    length: jax.Array,
-    *,
-    rows: Rows | None = None,
-    out_dtype: Any = jnp.float32,
-    parameters: launch.LaunchParameters | None = None,
-    interpret: Any = None,
-) -> tuple[jax.Array, Ring]:
-    """Outputs [B, T, H, V] of T new tokens from checkpoint and ring, and the ring with the tokens appended.
-
-    checkpoint [B, H, V, K]; ring (x [B, G, R, (H/G)*V], b [B, G, R, K], dt float32 [B, R, H]); new: the same with T
-    slots; reader [B, G, T, K]; a, d float32 [H]; start, length int32 [B]; rows (order int32 [B], count int32 [1]):
-    the first `count` rows of `order` are served, the outputs of others are undefined. The ring is written in place when
-    it is donated. Formula: y = exp(A sum dt) S C + sum_j dt_j exp(A sum_{i>j} dt_i) (B_j . C) x_j + D x.
-    """
-    geo = _geometry(checkpoint, new, ring[0].shape[2])
-    refs = tuple(jax.new_ref(view) for view in _ring_views(geo, ring))
-    operands = _operands(
-        geo, _state_view(geo, checkpoint), refs, new, reader, a, d, launch.cursors(start, length, rows)
-    )
-    outputs = stream_window(
-        MAMBA2,
-        geo,
-        operands,
-        parameters or launch.window_parameters(None, geo.tokens),
-        out_dtype=out_dtype,
-        interpret=interpret,
-    )
-    return outputs, tuple(jax.freeze(ref).reshape(array.shape) for ref, array in zip(refs, ring, strict=True))
-
-
-def flush(
-    checkpoint: jax.Array,
-    ring: Ring,
-    new: Ring,
-    reader: jax.Array,
-    a: jax.Array,
-    d: jax.Array,
-    start: jax.Array,
-    length: jax.Array,
-    *,
-    rows: Rows | None = None,
-    out_dtype: Any = jnp.float32,
-    ctas: int | None = None,
-    interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs [B, T, H, V] of T new tokens on the folded checkpoint, and the checkpoint with the ring folded in.
-
-    Arguments as in `window`; the new tokens are not appended. Rows that are not listed keep their checkpoint and have
-    undefined outputs; a listed row of length 0 writes nothing. In place when the checkpoint is donated.
-    """
-    geo = _geometry(checkpoint, new, ring[0].shape[2])
-    state = jax.new_ref(_state_view(geo, checkpoint))
-    operands = _operands(
-        geo, state, _ring_views(geo, ring), new, reader, a, d, launch.cursors(start, length, rows)
-    )
-    outputs = fold_tiles(
-        TOKEN, geo, operands, ctas or launch.FLUSH_CTAS, out_dtype=out_dtype, history=True, interpret=interpret
-    )
-    return outputs, jax.freeze(state).reshape(checkpoint.shape)
-
-
-def eager(
-    state: jax.Array,
-    new: Ring,
-    reader: jax.Array,
-    a: jax.Array,
-    d: jax.Array,
-    *,
-    out_dtype: Any = jnp.float32,
-    ctas: int | None = None,
-    interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs [B, T, H, V] and the new state [B, H, V, K] of one eager step (T = 1); in place when donated."""
-    geo = _geometry(state, new, 8)
-    batch = state.shape[0]
-    zeros = jnp.zeros((batch,), jnp.int32)
-    ref = jax.new_ref(_state_view(geo, state))
-    operands = _operands(geo, ref, (None, None, None), new, reader, a, d, launch.cursors(zeros, zeros, None))
-    outputs = fold_tiles(
-        TOKEN, geo, operands, ctas or launch.EAGER_CTAS, out_dtype=out_dtype, history=False, interpret=interpret
-    )
-    return outputs, jax.freeze(ref).reshape(state.shape)
+KERNELS = Kernels(
+    window_rule=MAMBA2,
+    token_rule=TokenRule(token=_token, output=_output, history=_history, scalars=1, head_constants=2),
+)
+window, flush, eager, step = KERNELS.window, KERNELS.flush, KERNELS.eager, KERNELS.step

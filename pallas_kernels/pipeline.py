@@ -227,11 +227,12 @@ class Group:
 class Operands:
     """Arrays of one call, viewed for the kernel.
 
-    state [B*G*tiles, 64, K]; values, keys, scalars: rings as references; new_*: the call's tokens; cursor int32 [B, 4]
+    out: reference [B, T, G, tiles, 64]; state [B*G*tiles, 64, K]; values, keys, scalars: rings as references; new_*: the call's tokens; cursor int32 [B, 4]
     rows of (row, start, length, 0) in list order; count int32 [1]: rows of the list in use.
     """
 
-    state: jax.Array
+    out: Any
+    state: Any
     values: Any
     keys: Any
     scalars: tuple
@@ -250,13 +251,9 @@ def stream_window(
     operands: Operands,
     launch: LaunchParameters,
     *,
-    out_dtype: Any,
     interpret: Any = None,
-) -> jax.Array:
-    """Outputs [B, T, H, V] of the listed rows; appends the new tokens to the rings in place.
-
-    Rows that the list leaves out are not written: their outputs are undefined.
-    """
+) -> None:
+    """Outputs of the listed rows into operands.out; appends their new tokens to the rings in place."""
     plgpu = mosaic_gpu()
     geometry.check()
     geo = geometry
@@ -303,9 +300,7 @@ def stream_window(
     def body(*refs: Any, state: Any, values: Any, new_values: Any, keys: Any, reader: Any, scalars: tuple,
              weights: Any, cursor: Any, tile_barrier: Any, group_barrier: Any, cursor_barrier: Any,
              constants: Any = None, scale: Any = None, readers: Any = None, extra: Any = None) -> None:
-        refs = list(refs)
-        out = refs.pop()
-        state_in, values_ring, keys_ring, *refs = refs
+        out, state_in, values_ring, keys_ring, *refs = refs
         scalar_rings, refs = refs[: recurrence.scalars], refs[recurrence.scalars :]
         values_in, keys_in, *refs = refs
         scalars_in, refs = refs[: recurrence.scalars], refs[recurrence.scalars :]
@@ -459,7 +454,7 @@ def stream_window(
                     for u in range(t + 1):
                         y = y + fresh[u] * weights[t, h, ring + u]
                     result = y if k == 0 else jnp.where(row_head >= head + k, y, result)
-                out[row, t, row_group, tile] = result.astype(out_dtype)
+                out[row, t, row_group, tile] = result.astype(out.dtype)
 
             @pl.when(index + stages < end)
             def _():
@@ -472,7 +467,7 @@ def stream_window(
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((geo.batch, tokens, groups, tiles, TILE), out_dtype),
+        out_type=(),
         scratch_types=scratch,
         grid=(ctas,),
         grid_names=("cta",),
@@ -481,10 +476,9 @@ def stream_window(
         **({} if interpret is None else {"interpret": interpret}),
     )
     arguments = [
-        operands.state, operands.values, operands.keys, *operands.scalars, operands.new_values, operands.new_keys,
+        operands.out, operands.state, operands.values, operands.keys, *operands.scalars, operands.new_values, operands.new_keys,
         *operands.new_scalars, operands.reader, operands.cursor, operands.count,
     ]
     if has_constants:
         arguments.append(operands.constants)
-    out = kernel(*arguments)
-    return out.reshape(geo.batch, tokens, geo.heads, geo.head_dim)
+    kernel(*arguments)

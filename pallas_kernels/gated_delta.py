@@ -1,0 +1,160 @@
+"""Gated DeltaNet kernels: window in the adjoint form, flush and eager step.
+
+u_t = beta_t (v_t - alpha_t S_{t-1} k_t), S_t = alpha_t S_{t-1} + u_t k_t^T, y_t = S_t q_t (arXiv 2412.06464).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.fold import Tile, TokenRule, one_by_one
+from pallas_kernels.pipeline import (
+    Geometry,
+    Group,
+    Recurrence,
+    coefficient_layout,
+    rank_one,
+    row_layout,
+    row_products,
+    row_sums,
+    scale_rows,
+)
+from pallas_kernels.replay import Kernels
+
+
+def _coefficients(group: Group) -> None:
+    """Weights c_j and readers z of one (row, key head), by the adjoint recurrence over tokens newest first.
+
+    With p_i = k_i . z and z = q at the start, each token j does c_j = beta_j p_j, p_i = alpha_j (p_i - c_j k_i . k_j); the
+    output is S z + sum_j c_j v_j with z = P_m q - sum_j c_j P_j k_j, P_j the decay from the checkpoint up to j.
+    """
+    plgpu, geo, scratch = group.plgpu, group.geometry, group.scratch
+    ring, length = geo.ring, group.length
+    begin = lax.rem(group.start, jnp.int32(ring))
+    log_decays, betas = group.scalars
+
+    def slot_of(age: jax.Array) -> jax.Array:
+        return jnp.where(age < length, lax.rem(begin + age, jnp.int32(ring)), ring + age - length)
+
+    rows = row_layout(plgpu, geo.d_state)
+    keys = plgpu.load(group.keys, layout=rows, optimized=False).astype(jnp.float32)
+
+    def products(vector: jax.Array) -> jax.Array:
+        return row_sums(row_products(plgpu, rows, [(keys, vector.astype(jnp.float32))], group.fused))
+
+    for t in range(geo.tokens):
+        reader = plgpu.load(group.reader.at[t], layout=rows.reduce(0), optimized=False)
+        scratch["reads"].at[t][...] = products(reader)
+
+    def gram(age: jax.Array, carry: None) -> None:
+        slot = slot_of(age)
+        key = plgpu.load(group.keys.at[slot], layout=rows.reduce(0), optimized=False)
+        scratch["gram"].at[slot][...] = products(key)
+        return carry
+
+    lax.fori_loop(0, length + geo.tokens, gram, None)
+
+    layout = coefficient_layout(plgpu)
+    shape = (geo.head_slots, geo.slots)
+    slots = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+    ages = slots - begin
+    ages = jnp.where(ages < 0, ages + ring, ages)
+    ages = jnp.where(slots < ring, ages, slots - ring + length)
+
+    def wide(vector: jax.Array) -> jax.Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (0,)), layout)
+
+    def chain(i: jax.Array, carry: tuple) -> tuple:
+        projections, weights, totals, decays = carry
+        age = length + geo.tokens - 1 - i
+        slot = slot_of(age)
+        log_decay = plgpu.load(log_decays.at[slot], layout=layout.reduce(1), optimized=False)
+        beta = plgpu.load(betas.at[slot], layout=layout.reduce(1), optimized=False)
+        row = plgpu.load(scratch["gram"].at[slot], layout=layout.reduce(0), optimized=False)
+        row = plgpu.layout_cast(lax.broadcast_in_dim(row, shape, (1,)), layout)
+        here = slots == slot
+        later = []
+        for t in range(geo.tokens):
+            active = (age <= length + t).astype(jnp.float32)
+            own = jnp.sum(jnp.where(here, projections[t], 0.0), axis=1)
+            weight = wide(beta * own * active)
+            decay = wide(jnp.exp(log_decay * active))
+            later.append(
+                (
+                    plgpu.layout_cast(decay * (projections[t] - weight * row), layout),
+                    plgpu.layout_cast(jnp.where(here, weight, weights[t]), layout),
+                    plgpu.layout_cast(totals[t] + log_decay * active, layout.reduce(1)),
+                )
+            )
+        decays = decays + jnp.where(ages >= age, wide(log_decay), 0.0)
+        return *(tuple(part) for part in zip(*later, strict=True)), plgpu.layout_cast(decays, layout)
+
+    def start_of(t: int) -> jax.Array:
+        reads = plgpu.load(scratch["reads"].at[t], layout=layout.reduce(0), optimized=False)
+        return plgpu.layout_cast(lax.broadcast_in_dim(reads, shape, (1,)), layout)
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+    none = plgpu.layout_cast(jnp.zeros((geo.head_slots,), jnp.float32), layout.reduce(1))
+    carry = (
+        tuple(start_of(t) for t in range(geo.tokens)), (zeros,) * geo.tokens, (none,) * geo.tokens, zeros
+    )
+    _, weights, totals, decays = lax.fori_loop(0, length + geo.tokens, chain, carry)
+    for t in range(geo.tokens):
+        group.weights.at[t][...] = weights[t]
+        scratch["scaled"].at[t][...] = weights[t] * jnp.exp(decays)
+        scratch["totals"].at[t][...] = jnp.exp(totals[t])
+
+    wide_key = plgpu.Layout.WG_STRIDED((geo.d_state,), vec_size=geo.d_state // 128)
+    heads = [(t, h) for t in range(geo.tokens) for h in range(geo.group_heads)]
+
+    def subtract(age: jax.Array, readers: tuple) -> tuple:
+        slot = slot_of(age)
+        key = plgpu.load(group.keys.at[slot], layout=wide_key, optimized=False).astype(jnp.float32)
+        return tuple(
+            plgpu.layout_cast(z - key * scratch["scaled"][t, h, slot], wide_key)
+            for z, (t, h) in zip(readers, heads, strict=True)
+        )
+
+    queries = [
+        plgpu.load(group.reader.at[t], layout=wide_key, optimized=False).astype(jnp.float32)
+        for t in range(geo.tokens)
+    ]
+    readers = tuple(
+        plgpu.layout_cast(queries[t] * scratch["totals"][t, h], wide_key) for t, h in heads
+    )
+    readers = lax.fori_loop(0, length + geo.tokens, subtract, readers)
+    for (t, h), reader in zip(heads, readers, strict=True):
+        group.readers.at[t, h][...] = reader
+
+
+def _scratch(plgpu: Any, geo: Geometry) -> dict:
+    return {
+        "reads": plgpu.SMEM((geo.tokens, geo.slots), jnp.float32),
+        "gram": plgpu.SMEM((geo.slots, geo.slots), jnp.float32),
+        "scaled": plgpu.SMEM((geo.tokens, geo.head_slots, geo.slots), jnp.float32),
+        "totals": plgpu.SMEM((geo.tokens, geo.head_slots), jnp.float32),
+    }
+
+
+def _token(tile: Tile, state: jax.Array, value: jax.Array, key: jax.Array, scalars: tuple) -> jax.Array:
+    log_decay, beta = scalars
+    state = scale_rows(state, jnp.exp(log_decay))
+    readout = row_sums(row_products(tile.plgpu, tile.layout, [(state, key)], tile.fused))
+    return rank_one(tile.plgpu, tile.layout, state, beta * (value - readout), key, tile.fused)
+
+
+def _output(tile: Tile, readout: jax.Array, value: jax.Array) -> jax.Array:
+    return readout
+
+
+KERNELS = Kernels(
+    window_rule=Recurrence(
+        scalars=2, head_constants=0, shared_reader=False, coefficients=_coefficients, scratch=_scratch
+    ),
+    token_rule=TokenRule(
+        token=_token, output=_output, history=one_by_one(_token), scalars=2, head_constants=0
+    ),
+)
+window, flush, eager, step = KERNELS.window, KERNELS.flush, KERNELS.eager, KERNELS.step
