@@ -16,14 +16,14 @@ from replayssm_jax.compilations import Compilations
 from replayssm_jax.config import ReplayConfig
 from replayssm_jax.decode import (
     DISPATCH_TOKENS,
-    Block,
     FlatModel,
     Rows,
-    admit,
     clear_row,
     decode,
     empty_cache,
+    first_token,
     prefill_chunk,
+    seat,
 )
 from replayssm_jax.sampling import Sampling, sampling_params
 from replayssm_jax.text import TextStream
@@ -185,8 +185,8 @@ class Scheduler:
         began = time.perf_counter()
         with self._compilations:
             admitted = {row: self._admit(row, self._queue.popleft()) for row in self._free_rows()}
-            blocks, finite = jax.device_get((admitted, self._rows.finite))
-        fresh = [(row, block.tokens[0].tolist(), block.logprobs[0].tolist()) for row, block in blocks.items()]
+            admitted, finite = jax.device_get((admitted, self._rows.finite))
+        fresh = [(row, token.tolist(), logprob.tolist()) for row, (token, logprob) in admitted.items()]
         self._refuse_not_finite(fresh, finite)
         self._prefill_seconds += time.perf_counter() - began
         return fresh
@@ -197,8 +197,8 @@ class Scheduler:
             return [request.index for request in self._queue]
         return [row for row in range(self.batch) if row not in self._in_row][: len(self._queue)]
 
-    def _admit(self, row: int, request: Request) -> Block:
-        """Feed a request's tokens, give it the row, and draw its first token."""
+    def _admit(self, row: int, request: Request) -> tuple[jax.Array, jax.Array]:
+        """Feed a request's tokens, give it the row and draw its first token; returns that and its logprob."""
         self._in_row[row] = request
         part = self._one_row(row, request)
         logits = None
@@ -213,16 +213,12 @@ class Scheduler:
         else:
             self.cache = insert(self.cache, part, [row])
             self._part = part
-        self._rows, block = admit(
-            self._rows,
-            logits,
-            np.int32(row),
-            np.int32(request.index),
-            np.int32(request.committed + len(request.fed)),
-            np.int32(self._sampling.max_new_tokens),
-            self._params,
+        position, new = request.committed + len(request.fed), self._sampling.max_new_tokens
+        one, logprob = first_token(
+            logits, np.int32(request.index), np.int32(position), np.int32(new), self._params
         )
-        return block
+        self._rows = seat(self._rows, one, np.int32(row))
+        return one.token, logprob
 
     def _one_row(self, row: int, request: Request) -> Cache:
         """A cache of one row to prefill: a prompt's chunks and bits then depend on nothing but the prompt."""
