@@ -14,7 +14,7 @@ CASES = {
     "qwen-ratio1": GDN | {"linear_num_key_heads": 4, "vocab_size": 113},
     "qwen-ratio2-tied": GDN | {"tie_word_embeddings": True},
     "qwen-ratio3": GDN | {"linear_num_value_heads": 6, "linear_key_head_dim": 24},
-    "qwen-ratio4-head80": GDN | {"linear_num_value_heads": 8, "linear_value_head_dim": 24, "head_dim": 80},
+    "qwen-ratio4-head80": GDN | {"linear_num_value_heads": 8, "linear_value_head_dim": 32, "head_dim": 80},
 }
 
 LENGTHS = (1, 2, 3, 37)
@@ -42,7 +42,7 @@ def right_padded(rows: list[np.ndarray], width: int = BUCKET) -> tuple[jnp.ndarr
 
 
 def followed(model, rows: list[np.ndarray], tokens: np.ndarray, replay: rs.ReplayConfig | None) -> np.ndarray:
-    """Logits [B, N, V] that the model gives before each of tokens [B, N], fed one by one after the prompts."""
+    """Logits [B, N, V] that the model gives before each of tokens [B, N], fed one by one after prompts."""
     count = tokens.shape[1]
     cache = model.init_cache(batch=len(rows), max_length=BUCKET + count, replay=replay)
     logits, cache = rs.prefill(model, *right_padded(rows), cache)

@@ -46,8 +46,7 @@ def full_logits(model, tokens: np.ndarray, mask: np.ndarray | None = None) -> np
 def greedy(model, prompt: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Greedy text after prompt [B, S] with the model's own cache: tokens [B, count], logits [B, count, V]."""
     tokens, logits = [], []
-    # transformers 5.24 renamed the argument.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    name = _cache_name(model)
     feed, cache = torch.tensor(prompt), None
     with torch.no_grad():
         for step in range(count):
@@ -60,3 +59,24 @@ def greedy(model, prompt: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarra
             tokens.append(feed[:, 0].numpy())
             logits.append(last.numpy())
     return np.stack(tokens, axis=1), np.stack(logits, axis=1)
+
+
+def stepped_logits(model, text: np.ndarray) -> np.ndarray:
+    """Logits [S, V] of one text fed to the model's own cache one token at a time."""
+    cache, steps = None, []
+    with torch.no_grad():
+        for position, token in enumerate(text):
+            out = model(
+                input_ids=torch.tensor([[token]]),
+                position_ids=torch.tensor([[position]]),
+                use_cache=True,
+                **{_cache_name(model): cache},
+            )
+            cache = out[_cache_name(model)]
+            steps.append(out.logits[0, -1].float().numpy())
+    return np.stack(steps)
+
+
+def _cache_name(model) -> str:
+    # transformers 5.24 renamed the argument.
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
