@@ -1,5 +1,6 @@
 """Which tensor on disk is which parameter: names, shapes and tied heads, all judged before any read."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def match(directory: Path, found: Mapping[str, Tensor], expected: Mapping[str, W
     problems: list[str] = []
     matched: dict[str, Tensor] = {}
     unknown = []
-    prefix = ""
+    levels: Counter[str] = Counter()
     for name, tensor in found.items():
         level, short = _split(name)
         if short.startswith(IGNORED):
@@ -38,9 +39,10 @@ def match(directory: Path, found: Mapping[str, Tensor], expected: Mapping[str, W
             problems.append(f"{matched[short].name} and {name} are the same parameter")
         elif short in expected or short == _HEAD:
             matched[short] = tensor
-            prefix = level or prefix
+            levels[level] += short != _HEAD
         else:
             unknown.append(name)
+    prefix = levels.most_common(1)[0][0] if levels else ""
     missing = [name if name == _HEAD else prefix + name for name in expected if name not in matched]
     if missing:
         problems.insert(0, f"missing {listing(missing)}")

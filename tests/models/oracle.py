@@ -1,4 +1,4 @@
-"""The two families in serial float64 NumPy, from the tensors' names on disk: the truth both libraries approach.
+"""The two families in serial float64 NumPy, from the tensors' names on disk: the truth of both.
 
 Formulas: the papers 2405.21060 (Mamba-2) and 2412.06464 (Gated DeltaNet), and the published layouts.
 """
