@@ -20,6 +20,7 @@ import functools
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -194,19 +195,24 @@ class Trainer:
     @functools.partial(jax.jit, static_argnums=0)
     def score(self, params, windows):
         """Negative log-likelihoods [B, T] in nats, and the least dt."""
-        nats, least = losses(self.model(params), windows)
-        return nats, jnp.exp(functools.reduce(jnp.minimum, [log_dt.min() for log_dt in least], jnp.inf))
+        return scores(self.model(params), windows)
 
 
-def bits_a_byte(trainer: Trainer, params, tokens: np.ndarray, size: int, length: int, overlap: int):
+def scores(model, windows):
+    """Negative log-likelihoods [B, T] in nats, and the least dt (inf where no layer has one)."""
+    nats, least = losses(model, windows)
+    return nats, jnp.exp(functools.reduce(jnp.minimum, [log_dt.min() for log_dt in least], jnp.inf))
+
+
+def bits_a_byte(score: Callable, tokens: np.ndarray, size: int, length: int, overlap: int, batch: int = 16):
     """Bits a byte of a stream of `size` bytes in windows that repeat `overlap` tokens, and the least dt."""
     starts = range(0, max(1, tokens.size - 1 - overlap), length - overlap)
     padded = np.zeros(starts[-1] + length + 1, np.int32)
     padded[: tokens.size] = tokens
-    total, least, batch = 0.0, math.inf, min(16, len(starts))
+    total, least, batch = 0.0, math.inf, min(batch, len(starts))
     for first in range(0, len(starts), batch):
         rows = [starts[min(first + i, len(starts) - 1)] for i in range(batch)]
-        nats, dt = trainer.score(params, np.stack([padded[row : row + length + 1] for row in rows]))
+        nats, dt = score(np.stack([padded[row : row + length + 1] for row in rows]))
         nats, least = np.array(nats, np.float64), min(least, float(dt))
         for i, row in enumerate(rows[: len(starts) - first]):
             new = nats[i, 0 if row == 0 else overlap : tokens.size - 1 - row]
@@ -290,7 +296,8 @@ def train(trainer: Trainer, config, data: Path, arguments) -> tuple:
         if dispatch in evaluations:
             for kind in KINDS:
                 size = sizes[f"select_{kind}"]["bytes"]
-                bits, _ = bits_a_byte(trainer, state[0], select[kind], size, 1024, 0)
+                score = functools.partial(trainer.score, state[0])
+                bits, _ = bits_a_byte(score, select[kind], size, 1024, 0)
                 record[f"select_{kind}"] = round(bits, 4)
         if dispatch in evaluations or dispatch % max(1, len(plan) // 100) == 0:
             progress["records"].append(record)
@@ -338,7 +345,8 @@ def main() -> None:
         for kind in KINDS:
             size = parts[f"test_{kind}"]["bytes"]
             tokens = np.load(arguments.data / f"test_{kind}.npy")
-            bits, dt = bits_a_byte(exact, stored, tokens, size, CONTEXT, CONTEXT // 2)
+            score = functools.partial(exact.score, stored)
+            bits, dt = bits_a_byte(score, tokens, size, CONTEXT, CONTEXT // 2)
             final |= {f"test_{kind}": round(bits, 4), f"test_{kind}_bytes": size}
             least = min(least, dt)
     final["least_dt"] = None if math.isinf(least) else round(least, 6)
