@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tqdm import tqdm
 
 from models import nemotron_h, qwen3_5
 from models.base import HybridModel
@@ -33,6 +34,7 @@ FAMILIES: dict[type, tuple[Callable, Callable]] = {
     NemotronHConfig: (nemotron_h.NemotronH, nemotron_h.weight_map),
     Qwen35Config: (qwen3_5.Qwen35, qwen3_5.weight_map),
 }
+_STRIP = 256
 COMPUTE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 
 
@@ -60,6 +62,12 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(math.prod(weight.shape) for weight in _weight_map(config).values())
 
 
+def abstract_model(config: ModelConfig, dtype: np.dtype) -> HybridModel:
+    """The model of a configuration with shapes in place of its parameters."""
+    model = FAMILIES[type(config)][0]
+    return nnx.eval_shape(lambda: model(config, dtype=dtype, rngs=nnx.Rngs(0)))
+
+
 def load_model(directory: Path, dtype: Any | None = None) -> HybridModel:
     """The model of a checkpoint directory (published layout or converted), on the default device.
 
@@ -71,10 +79,11 @@ def load_model(directory: Path, dtype: Any | None = None) -> HybridModel:
     config = read_config(directory)
     stored = _stored(directory, config)
     model_dtype = _model_dtype(dtype, stored, config)
-    graph, state = nnx.split(_abstract(config, model_dtype))
+    graph, state = nnx.split(abstract_model(config, model_dtype))
     variables = dict(nnx.to_flat_state(state))
     filled = []
-    for weight in _weight_map(config).values():
+    weights = _weight_map(config).values()
+    for weight in tqdm(weights, desc="loading", unit="tensor", delay=1, leave=False, disable=None):
         item = stored[weight.path]
         keep = weight.keep_float32 or (dtype is None and item.dtype == np.float32)
         value = _converted(item.read(), np.dtype(np.float32) if keep else model_dtype)
@@ -97,7 +106,9 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike) -> Path:
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:
-        write_parameters(partial, {path: np.ascontiguousarray(item.read()) for path, item in stored.items()})
+        write_parameters(
+            partial, {path: _converted(item.read(), item.dtype) for path, item in stored.items()}
+        )
         for name in (CONFIG, GENERATION, *TOKENIZER_FILES):
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, partial / name)
@@ -110,11 +121,6 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike) -> Path:
 
 def _weight_map(config: ModelConfig) -> dict[str, Weight]:
     return FAMILIES[type(config)][1](config)
-
-
-def _abstract(config: ModelConfig, dtype: np.dtype) -> HybridModel:
-    model = FAMILIES[type(config)][0]
-    return nnx.eval_shape(lambda: model(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
 def _read_json(file: Path) -> dict:
@@ -175,6 +181,10 @@ def _model_dtype(dtype: Any | None, stored: Mapping[ParameterPath, Stored], conf
 
 def _converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """A contiguous copy that owns its memory; 8-bit floats pass through float32, which holds them exactly."""
-    if array.dtype.itemsize == 1:
-        array = array.astype(np.float32)
-    return np.array(array, dtype=dtype, order="C")
+    result = np.empty(array.shape, dtype)
+    # In strips: a transposing cast of a whole matrix misses the processor's cache at every element.
+    for start in range(0, array.shape[-1], _STRIP):
+        strip = array[..., start : start + _STRIP]
+        narrow = strip.astype(np.float32) if strip.dtype.itemsize == 1 else strip
+        result[..., start : start + _STRIP] = narrow.astype(dtype)
+    return result
