@@ -8,6 +8,7 @@ refused by name, before any weight is read.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 SUPPORTED = "nemotron_h (Nemotron-H dense), qwen3_5 and qwen3_5_text (Qwen3.5 dense, text part)"
 
@@ -146,7 +147,7 @@ def _nemotron_h(raw: Mapping, eos: tuple[int, ...]) -> NemotronHConfig:
 
 
 def _qwen35(raw: Mapping, eos: tuple[int, ...]) -> Qwen35Config:
-    text = raw.get("text_config") or raw
+    text = _typed(raw, "text_config", Mapping, "an object") or raw
     _refuse_quantised(raw)
     _refuse_quantised(text)
     _refuse(text, "attention_bias")
@@ -189,11 +190,13 @@ def layer_pattern(raw: Mapping) -> str:
     weights follow is unknown.
     """
     maps = {}
-    if raw.get("hybrid_override_pattern") is not None:
-        maps["hybrid_override_pattern"] = raw["hybrid_override_pattern"]
+    letters = _typed(raw, "hybrid_override_pattern", str, "a string")
+    if letters is not None:
+        maps["hybrid_override_pattern"] = letters
     for key in ("layers_block_type", "layer_types"):
-        if raw.get(key) is not None:
-            maps[key] = "".join(_letter(key, name, i) for i, name in enumerate(raw[key]))
+        names = _typed(raw, key, list | tuple, "a list")
+        if names is not None:
+            maps[key] = "".join(_letter(key, str(name), i) for i, name in enumerate(names))
     if not maps:
         raise CheckpointError("config.json has neither hybrid_override_pattern nor layers_block_type")
     key, pattern = next(iter(maps.items()))
@@ -220,12 +223,12 @@ def layer_pattern(raw: Mapping) -> str:
 
 def layer_types(text: Mapping) -> tuple[str, ...]:
     """The layer kinds of a Qwen3.5 model, from `layer_types` or from `full_attention_interval`."""
-    given = text.get("layer_types")
+    given = _typed(text, "layer_types", list | tuple, "a list")
     if given is None:
         interval = _size(text, "full_attention_interval", 4)
         count = _size(text, "num_hidden_layers", 32)
         return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(count))
-    names = tuple(str(_LAYER_NAMES.get(name, name)) for name in given)
+    names = tuple(_LAYER_NAMES.get(str(name), str(name)) for name in given)
     count = text.get("num_hidden_layers")
     if count is not None and count != len(names):
         raise CheckpointError(
@@ -271,7 +274,9 @@ def rope(text: Mapping, head_dim: int) -> tuple[float, int]:
     or null in both is the family's: theta 10000, factor 0.25. Any rope_type but "default" is refused by
     name.
     """
-    settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    settings = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        settings = _typed(text, key, Mapping, "an object") or settings
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind != "default":
         raise CheckpointError(f"rope_type {kind!r} is not supported; the supported rope_type is 'default'")
@@ -315,6 +320,13 @@ def _where(letter: str, pattern: str) -> str:
     return f"{letter!r}{kind} at position {places}"
 
 
+def _typed(raw: Mapping, key: str, kind: Any, words: str) -> Any:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise CheckpointError(f"{key} is {value!r}; it must be {words}")
+    return value
+
+
 def _is_null(raw: Mapping, key: str) -> bool:
     return key in raw and raw[key] is None
 
@@ -354,8 +366,9 @@ def _dtype(raw: Mapping) -> str:
 
 
 def _refuse_quantised(raw: Mapping) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unnamed")
+    settings = _typed(raw, "quantization_config", Mapping, "an object")
+    if settings:
+        method = settings.get("quant_method", "unnamed")
         raise CheckpointError(
             f"quantization_config: weights quantised by the method {method!r} are not supported"
         )

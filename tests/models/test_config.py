@@ -224,6 +224,11 @@ def test_layer_kinds_may_come_from_the_interval():
         (m2(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'"),
         (m2(eos_token_id="</s>"), "eos_token_id is '</s>'"),
         (without(M2, "hybrid_override_pattern"), "neither hybrid_override_pattern nor layers_block_type"),
+        (m2(hybrid_override_pattern=["M"]), r"hybrid_override_pattern is \['M'\]; it must be a string"),
+        (gdn(layer_types="linear_attention"), "layer_types is 'linear_attention'; it must be a list"),
+        (gdn(layer_types=[{}] * 4), "layer_types has '{}' at position 0"),
+        (gdn(rope_parameters="default"), "rope_parameters is 'default'; it must be an object"),
+        ({"model_type": "qwen3_5", "text_config": 3}, "text_config is 3; it must be an object"),
         (m2(hybrid_override_pattern=""), "hybrid_override_pattern is empty"),
     ],
 )
