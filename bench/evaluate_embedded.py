@@ -26,7 +26,7 @@ from bench.train_embedded import KINDS, bits_a_byte, scores
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Scores the embedded checkpoints.")
     parser.add_argument("--data", type=Path, required=True, help="folder that bench.embedded_text wrote")
     parser.add_argument("--commit", required=True, help="commit of the code, for the result file")
     parser.add_argument("--batch", type=int, default=2, help="windows scored at once")

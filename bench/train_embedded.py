@@ -34,9 +34,9 @@ from bench import result_file
 from bench.embedded_export import write_checkpoint
 from bench.embedded_shapes import CONFIGS, CONTEXT
 from models.base import HybridModel
-from models.config import NemotronHConfig, parse_config
-from models.nemotron_h import Mamba2Mixer, NemotronH
-from models.qwen3_5 import Qwen35
+from models.checkpoint import FAMILIES, load_model
+from models.config import ModelConfig, NemotronHConfig, parse_config
+from models.nemotron_h import Mamba2Mixer
 from pallas_kernels.numerics import mamba2_dt
 from replayssm_jax.replay import fresh_segment
 
@@ -61,10 +61,9 @@ class Recipe:
     compute: str = "float32"
 
 
-def build(config, dtype) -> HybridModel:
+def build(config: ModelConfig, dtype) -> HybridModel:
     """A model with random weights."""
-    family = NemotronH if isinstance(config, NemotronHConfig) else Qwen35
-    return family(config, dtype=dtype, rngs=nnx.Rngs(0))
+    return FAMILIES[type(config)][0](config, dtype=dtype, rngs=nnx.Rngs(0))
 
 
 def initial_parameters(config) -> nnx.State:
@@ -223,9 +222,10 @@ def bits_a_byte(score: Callable, tokens: np.ndarray, size: int, length: int, ove
 def save(work: Path, state, progress: dict) -> None:
     """Replaces the saved progress at once, or not at all."""
     work.mkdir(parents=True, exist_ok=True)
-    leaves = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    leaves: dict = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    leaves["progress"] = np.asarray(json.dumps(progress))
     with (work / "state.partial").open("wb") as stream:
-        np.savez(stream, progress=json.dumps(progress), **leaves)
+        np.savez(stream, **leaves)
     (work / "state.partial").replace(work / "state.npz")
 
 
@@ -312,7 +312,7 @@ def train(trainer: Trainer, config, data: Path, arguments) -> tuple:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Trains an embedded checkpoint.")
     parser.add_argument("name", choices=CONFIGS)
     parser.add_argument("--data", type=Path, required=True, help="folder that bench.embedded_text wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder that gets NAME/ with the checkpoint")
@@ -336,16 +336,16 @@ def main() -> None:
     texts = {kind: jnp.asarray(np.load(arguments.data / f"train_{kind}.npy")) for kind in KINDS}
     trainer = Trainer(config, recipe, texts)
     params, records = train(trainer, config, arguments.data, arguments)
-    stored = write_checkpoint(arguments.out / arguments.name, arguments.name, params, arguments.data)
+    directory = arguments.out / arguments.name
+    write_checkpoint(directory, arguments.name, params, arguments.data)
 
-    exact = Trainer(config, dataclasses.replace(recipe, compute="float32"), texts)
     parts = json.loads((arguments.data / "text.json").read_text())["parts"]
     final, least = {"final": True, "parameters": sum(p.size for p in jax.tree.leaves(params))}, math.inf
+    score = functools.partial(jax.jit(scores), load_model(directory, jnp.float32))
     with jax.default_matmul_precision("highest"):
         for kind in KINDS:
             size = parts[f"test_{kind}"]["bytes"]
             tokens = np.load(arguments.data / f"test_{kind}.npy")
-            score = functools.partial(exact.score, stored)
             bits, dt = bits_a_byte(score, tokens, size, CONTEXT, CONTEXT // 2)
             final |= {f"test_{kind}": round(bits, 4), f"test_{kind}_bytes": size}
             least = min(least, dt)

@@ -13,8 +13,8 @@ Function = TypeVar("Function", bound=Callable)
 def typechecker(function: Function) -> Function:
     """Checks arguments and results as beartype does, except of a dataclass that JAX unflattens.
 
-    JAX calls the constructor of a registered dataclass with placeholders, shapes, shardings, and arrays with an
-    axis more (scan) or less (vmap), so the annotations of its fields hold only where our code constructs it.
+    JAX calls the constructor of a registered dataclass with placeholders, shapes, shardings, and arrays with
+    an axis more (scan) or less (vmap): the annotations of its fields hold only where our code constructs it.
     """
     checked = beartype(function)
     if function.__name__ != "__init__":
