@@ -14,9 +14,10 @@ SOURCE = "checkpoint directory, embedded name or Hugging Face hub name"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 after an error (one sentence on stderr), 130 when interrupted.
+    """Run one command; returns its exit status.
 
     arguments: those after the program's name; None means the process's.
+    Status 0: done. 2: an error, said in one sentence on stderr. 130: interrupted.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -147,15 +148,16 @@ def _chat(tokenizer: Any, prompt: str) -> list[int]:
     """Token ids of a conversation of one message that waits for its answer."""
     if not tokenizer.chat_template:
         raise ValueError("--chat needs a chat template, but the checkpoint's tokenizer has none.")
-    message = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
+    messages = [{"role": "user", "content": prompt}]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
 
 
 def _keep_compiled_programs() -> None:
-    """Let JAX read and write compiled programs in the user's cache directory, unless it has one set already."""
+    """Let JAX keep compiled programs in the user's cache directory, unless it has a directory set already."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME")
     root = Path(root) if root and os.path.isabs(root) else Path.home() / ".cache"

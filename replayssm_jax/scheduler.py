@@ -118,7 +118,8 @@ class Scheduler:
         self._in_row: dict[int, Request] = {}
         self._part: Cache | None = None
         if cache is None:
-            self.cache = self._empty_cache(batch)
+            with self._compilations:
+                self.cache = self._empty_cache(batch)
             self._queue = deque(requests)
         else:
             # Rows that only have their last token to feed go straight on; the others wait for their prefill.
@@ -165,8 +166,7 @@ class Scheduler:
         )
 
     def _empty_cache(self, batch: int) -> Cache:
-        with self._compilations:
-            return empty_cache(self._model, batch, self._max_length, self._replay)
+        return empty_cache(self._model, batch, self._max_length, self._replay)
 
     def _first_rows(self) -> Rows:
         token, active = np.zeros(self.batch, np.int32), np.zeros(self.batch, bool)

@@ -41,8 +41,8 @@ class ChainModel(nnx.Module):
     A `script` replaces the successors: it follows any prompt of one token, over and over.
     """
 
-    def __init__(self, config: ChainConfig, bad_token: int, script: list[int]):
-        self.config = config
+    def __init__(self, vocab: int, bad_token: int, script: list[int]):
+        self.vocab = vocab
         self.bad_token = nnx.Param(jnp.int32(bad_token))
         self.script = nnx.Param(jnp.asarray(script + [0] * (64 - len(script)), jnp.int32))
         self.script_length = nnx.Param(jnp.int32(len(script)))
@@ -51,12 +51,13 @@ class ChainModel(nnx.Module):
         return jnp.stack([tokens, segment.positions], axis=-1).astype(jnp.float32), layers
 
     def logits(self, hidden):
-        vocab = self.config.vocab_size
         token, position = hidden[..., 0].astype(jnp.int32), hidden[..., 1].astype(jnp.int32)
         scripted = jnp.take(self.script[...], position % jnp.maximum(self.script_length[...], 1))
-        best = jnp.where(self.script_length[...] > 0, scripted, successor(token, position, vocab))[..., None]
-        ids = jax.lax.broadcasted_iota(jnp.int32, (*token.shape, vocab), token.ndim)
-        logits = -((ids - best) % vocab).astype(jnp.float32) - 1
+        best = jnp.where(self.script_length[...] > 0, scripted, successor(token, position, self.vocab))[
+            ..., None
+        ]
+        ids = jax.lax.broadcasted_iota(jnp.int32, (*token.shape, self.vocab), token.ndim)
+        logits = -((ids - best) % self.vocab).astype(jnp.float32) - 1
         return jnp.where((token == self.bad_token[...])[..., None], jnp.nan, logits)
 
     def init_cache(self, batch, max_length, replay=DEFAULT_REPLAY, *, flush_at=None, seed=0):
@@ -68,10 +69,9 @@ class ChainModel(nnx.Module):
 def loaded_chain(
     *, vocab=VOCAB, tokenizer=None, stop_ids=(), vocab_size=None, context=None, bad_token=-1, script=()
 ) -> Loaded:
-    config = ChainConfig(vocab, context)
     return Loaded(
-        model=ChainModel(config, bad_token, list(script)),
-        config=config,
+        model=ChainModel(vocab, bad_token, list(script)),
+        config=ChainConfig(vocab, context),
         tokenizer=tokenizer,
         stop_ids=tuple(stop_ids),
         vocab_size=vocab if vocab_size is None else vocab_size,

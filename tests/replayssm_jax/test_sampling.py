@@ -18,7 +18,8 @@ from replayssm_jax.sampling import (
     token_keys,
 )
 
-VOCAB = 23
+VOCAB = 104
+DRAWS = np.arange(10_000)
 
 probabilities_of = jax.jit(filtered_probabilities)
 sampled = jax.jit(sample)
@@ -93,26 +94,27 @@ def test_the_smallest_temperatures_do_not_overflow():
         assert np.asarray(p).tolist() == [[0.0, 1.0, 0.0]]
 
 
-def draw(logits, options, positions, prompt=0, purpose=Purpose.SAMPLE):
-    positions = jnp.asarray(positions, jnp.int32)
-    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, :], (len(positions), len(logits)))
-    keys = keys_of(options.seed, jnp.full_like(positions, prompt), positions, purpose)
+def draw(logits, options):
+    """A token at each of 10,000 positions, all with the same logits."""
+    positions = jnp.asarray(DRAWS, jnp.int32)
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, :], (len(DRAWS), VOCAB))
+    keys = keys_of(options.seed, jnp.zeros_like(positions), positions, Purpose.SAMPLE)
     return sampled(rows, keys, options)
 
 
-def test_frequencies_are_the_probabilities_of():
+def test_frequencies_are_the_filtered_probabilities():
     logits = np.random.RandomState(1).normal(size=VOCAB) * 1.5
-    options = params(temperature=0.9, top_k=8, min_p=0.02)
-    expected = np.asarray(probabilities_of(jnp.asarray(logits[None], jnp.float32), options))[0]
-    count = 20_000
-    tokens, _, _ = draw(logits, options, np.arange(count))
-    seen = np.bincount(np.asarray(tokens), minlength=VOCAB) / count
-    assert np.all(np.abs(seen - expected) <= 5 * np.sqrt(expected * (1 - expected) / count))
+    options = params(temperature=0.9, top_k=20, min_p=0.02)
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, :], (6, VOCAB))
+    expected = np.asarray(probabilities_of(rows, options))[0]
+    tokens, _, _ = draw(logits, options)
+    seen = np.bincount(np.asarray(tokens), minlength=VOCAB) / len(DRAWS)
+    assert np.all(np.abs(seen - expected) <= 5 * np.sqrt(expected * (1 - expected) / len(DRAWS)))
 
 
 def test_logprobs_are_those_of_the_raw_logits():
     logits = np.random.RandomState(2).normal(size=VOCAB)
-    tokens, logprobs, finite = draw(logits, params(temperature=0.5, top_k=3, vocab_size=20), np.arange(50))
+    tokens, logprobs, finite = draw(logits, params(temperature=0.5, top_k=3, vocab_size=20))
     raw = logits[:20] - np.log(np.exp(logits[:20]).sum())
     np.testing.assert_allclose(logprobs, raw[np.asarray(tokens)], atol=1e-5)
     assert np.all(finite)
@@ -167,12 +169,12 @@ def test_B24_changing_options_compiles_nothing():
 def test_B16_ids_beyond_the_vocabulary_are_never_chosen():
     # The seven rows of padding have logit 0, all real ones lie in [-9, -1].
     logits = np.concatenate([np.linspace(-9.0, -1.0, 97), np.zeros(7)])
-    tokens, logprobs, _ = draw(logits, params(vocab_size=97), [0])
-    assert tokens.tolist() == [96]
+    tokens, logprobs, _ = draw(logits, params(vocab_size=97))
+    assert np.all(np.asarray(tokens) == 96)
     real = logits[:97]
     np.testing.assert_allclose(logprobs[0], real[96] - np.log(np.exp(real).sum()), atol=1e-5)
     for options in ({}, {"top_k": 50}, {"top_p": 0.99}, {"min_p": 0.001}):
-        tokens, _, _ = draw(logits, params(temperature=1.0, vocab_size=97, **options), np.arange(10_000))
+        tokens, _, _ = draw(logits, params(temperature=1.0, vocab_size=97, **options))
         assert np.asarray(tokens).max() < 97
 
 
