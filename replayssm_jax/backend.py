@@ -2,12 +2,10 @@
 
 import logging
 
-from replayssm_jax.config import Implementation
-
 logger = logging.getLogger(__name__)
 
 
-def resolve_implementation(implementation: Implementation) -> Implementation:
+def resolve_implementation(implementation: str) -> str:
     """The backend that serves a request: "auto" becomes a concrete one.
 
     Raises ValueError when the requested backend cannot serve it, with the reason.
@@ -20,6 +18,6 @@ def resolve_implementation(implementation: Implementation) -> Implementation:
     return "xla"
 
 
-def ring_granule(implementation: Implementation) -> int:
+def ring_granule(implementation: str) -> int:
     """Ring slots come in multiples of this many tokens."""
     return 1

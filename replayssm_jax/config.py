@@ -1,9 +1,8 @@
 """How a cache decodes: the replay configuration."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-Implementation = Literal["auto", "xla", "pallas"]
+IMPLEMENTATIONS = ("auto", "xla", "pallas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,7 @@ class ReplayConfig:
 
     buffer_length: int = 16
     window: int = 1
-    implementation: Implementation = "auto"
+    implementation: str = "auto"
 
     def __post_init__(self):
         for name in ("buffer_length", "window"):
@@ -32,7 +31,7 @@ class ReplayConfig:
                 f"buffer_length must be at least window: got buffer_length={self.buffer_length}, "
                 f"window={self.window}."
             )
-        if self.implementation not in ("auto", "xla", "pallas"):
+        if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f'implementation must be "auto", "xla" or "pallas", got {self.implementation!r}.'
             )

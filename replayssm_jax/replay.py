@@ -26,8 +26,8 @@ class Segment:
     position: tokens committed before the segment. lengths: real tokens of each row, the rest are pads on
     the right. fold: committed ring entries to fold into the checkpoint first (0: none). start, length:
     the cursors after that flush.
-    mode: "prefill" (chunked recurrence, the state is written) or "step" (T outputs from checkpoint and ring, or
-    one eager step). tokens: T.
+    mode: "prefill" (chunked recurrence, the state is written) or "step" (T outputs from checkpoint and
+    ring, or one eager step). tokens: T.
     """
 
     position: Int32[Array, " B"]
