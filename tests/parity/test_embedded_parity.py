@@ -46,7 +46,7 @@ def test_logits(pair):
     np.testing.assert_allclose(logits, full_logits(theirs, tokens), rtol=0, atol=TOLERANCE[name])
 
 
-@pytest.mark.parametrize("prompt", ["KING HENRY.\nWhat say", "import os\n\ndef main(", "T"])
+@pytest.mark.parametrize("prompt", ["KING HENRY.\nWhat say", "import os\n\ndef main("])
 def test_greedy_text(pair, prompt):
     from tests.parity.reference import greedy
 
