@@ -4,21 +4,35 @@ The state of a recurrent layer is kept as an old state (the checkpoint) and a ri
 Outputs come from both; the state is written only when the ring is full.
 """
 
+from replayssm_jax.api import Loaded, convert, load
 from replayssm_jax.cache import Cache, insert, materialize, reset, select
 from replayssm_jax.cache_io import restore_cache, save_cache
 from replayssm_jax.config import ReplayConfig
+from replayssm_jax.generate import Generation, Piece, generate, stream, warmup
 from replayssm_jax.replay import commit, prefill, step
+from replayssm_jax.sampling import Sampling
+from replayssm_jax.score import score
 
 __all__ = [
     "Cache",
+    "Generation",
+    "Loaded",
+    "Piece",
     "ReplayConfig",
+    "Sampling",
     "commit",
+    "convert",
+    "generate",
     "insert",
+    "load",
     "materialize",
     "prefill",
     "reset",
     "restore_cache",
     "save_cache",
+    "score",
     "select",
     "step",
+    "stream",
+    "warmup",
 ]
