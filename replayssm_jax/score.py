@@ -10,6 +10,7 @@ from jaxtyping import Array, Float32, Int32
 from replayssm_jax.api import Loaded
 from replayssm_jax.buckets import prefill_chunks, rounded_length
 from replayssm_jax.cache import Cache, reset
+from replayssm_jax.compilations import Compilations
 from replayssm_jax.decode import FlatModel, empty_cache
 from replayssm_jax.generate import chosen_vocabulary
 from replayssm_jax.prompts import encode_prompts, refuse_empty
@@ -53,27 +54,37 @@ def score(
     encoded = encode_prompts(prompts, loaded.tokenizer, config.vocab_size, attention_mask=attention_mask)
     refuse_empty(encoded)
     allowed = np.int32(chosen_vocabulary(loaded, vocab_size))
-    longest = max(map(len, encoded))
-    model = FlatModel.of(loaded.model)
-    cache = empty_cache(model, 1, rounded_length(longest, None), None)
-    scores = []
-    for i, ids in enumerate(encoded):
-        cache = reset(cache, np.zeros(1, np.int32))
-        parts = []
-        start = 0
-        for size, count in prefill_chunks(len(ids), cache.max_length):
-            padded = np.zeros(size + 1, np.int32)
-            real = ids[start : start + count + 1]
-            padded[: len(real)] = real
-            lengths = np.array([count], np.int32)
-            part, cache = _score_chunk(model, padded[None, :-1], padded[1:], lengths, cache, allowed)
-            parts.append(np.asarray(part)[:count])
-            start += count
-        scores.append(np.concatenate(parts)[:-1])
-        if np.isnan(scores[-1]).any():
-            known = int(np.isnan(scores[-1]).argmax()) + 1
-            raise FloatingPointError(
-                f"The logits of prompt {i} are NaN after {known} tokens: weights are damaged, or a "
-                "value left the range of the dtype."
-            )
+    with Compilations():
+        model = FlatModel.of(loaded.model)
+        cache = empty_cache(model, 1, rounded_length(max(map(len, encoded)), None), None)
+        scores = []
+        for i, ids in enumerate(encoded):
+            cache = reset(cache, np.zeros(1, np.int32))
+            logprobs, cache = _score_prompt(model, ids, cache, allowed)
+            _refuse_nan(logprobs, i)
+            scores.append(logprobs)
     return scores
+
+
+def _score_prompt(
+    model: FlatModel, ids: list[int], cache: Cache, vocab_size: np.int32
+) -> tuple[np.ndarray, Cache]:
+    parts, start = [], 0
+    for size, count in prefill_chunks(len(ids), cache.max_length):
+        # One token more than is fed: the last one's target is the next chunk's first token.
+        window = np.zeros(size + 1, np.int32)
+        window[: count + 1][: len(ids) - start] = ids[start : start + count + 1]
+        lengths = np.array([count], np.int32)
+        part, cache = _score_chunk(model, window[None, :-1], window[1:], lengths, cache, vocab_size)
+        parts.append(np.asarray(part)[:count])
+        start += count
+    return np.concatenate(parts)[:-1], cache
+
+
+def _refuse_nan(logprobs: np.ndarray, prompt: int) -> None:
+    if np.isnan(logprobs).any():
+        known = int(np.isnan(logprobs).argmax()) + 1
+        raise FloatingPointError(
+            f"The logits of prompt {prompt} are NaN after {known} tokens: weights are damaged, or a value "
+            "left the range of the dtype."
+        )

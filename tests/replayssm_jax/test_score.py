@@ -6,12 +6,11 @@ import logging
 import numpy as np
 import pytest
 
-from replayssm_jax import score as score_module
 from replayssm_jax.generate import generate
 from replayssm_jax.sampling import Sampling
 from replayssm_jax.score import score
 from tests.replayssm_jax.chain_model import VOCAB, loaded_chain, successor
-from tests.replayssm_jax.test_generate import hot, random_prompts
+from tests.replayssm_jax.test_generate import compiled, hot, random_prompts
 from tests.tiny_models import full_logits
 
 CHAIN = loaded_chain()
@@ -65,12 +64,12 @@ def test_padded_prompts_score_like_unpadded_ones():
 
 
 def test_B24_lengths_compile_nothing(caplog):
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.INFO, "replayssm_jax.compilations")
     loaded = loaded_chain(vocab=107)
     score(loaded, random_prompts(*range(1, 40)))
-    size = score_module._score_chunk._cache_size()
+    assert compiled(caplog).count("jit(_score_chunk)") == 3
     score(loaded, random_prompts(40, 18, 33, 1))
-    assert score_module._score_chunk._cache_size() == size
+    assert compiled(caplog) == []
 
 
 def test_what_cannot_be_scored_is_refused():
