@@ -100,9 +100,7 @@ def empty_cache(model: FlatModel, batch: int, max_length: int, replay: ReplayCon
 def clear_row(
     cache: Cache, prompt: Int32[Array, ""], flush_at: Int32[Array, ""], params: SamplingParams
 ) -> Cache:
-    """Empty a one-row cache for a prompt: nothing of the prompt before it is left, its seed is the prompt's
-    own.
-    """
+    """Empty a one-row cache for a prompt, with the prompt's own seed and first window."""
     seeds = hash_uint32(params.seed, prompt.astype(jnp.uint32))[None]
     return replace(reset(cache, jnp.zeros((1,), jnp.int32), seeds), flush_at=flush_at[None])
 
@@ -155,8 +153,7 @@ def decode(
     least_active: Int32[Array, ""],
     params: SamplingParams,
 ) -> tuple[Rows, Cache, Block]:
-    """Up to `limit` <= 16 steps of every active row; ends early when fewer than `least_active` rows are
-    active.
+    """Up to `limit` <= 16 steps of every active row, while at least `least_active` rows are active.
 
     busy: rows that the host still wants; the others become inactive first. A row that is not active feeds its
     last token with accepted 0: neither its cursors nor, in an eager cache, its state move.

@@ -82,8 +82,8 @@ def generate(
         loaded, prompts, sampling, replay, max_length, max_rows, continue_from, attention_mask, spread_flushes
     )
     total = len(scheduler.requests) * sampling.max_new_tokens
-    hidden = None if progress is None else not progress
-    with tqdm(total=total, unit="tok", delay=0 if progress else 1, disable=hidden, leave=False) as bar:
+    off = None if progress is None else not progress
+    with tqdm(total=total, unit="tok", delay=0 if progress else 1, disable=off, leave=False) as bar:
         for request, tokens, _ in scheduler.run():
             spared = sampling.max_new_tokens - len(request.tokens) if request.finish_reason else 0
             bar.update(len(tokens) + spared)
@@ -128,8 +128,7 @@ def warmup(
     max_length: int | None = None,
     replay: ReplayConfig | None = DEFAULT_REPLAY,
 ) -> Stats:
-    """Compile ahead of time what `generate` needs for `rows` rows and prompts of up to `longest_prompt`
-    tokens.
+    """Compile ahead of time what `generate` needs for so many rows and for prompts up to the longest.
 
     max_length: that of the later calls; None: room for the longest prompt and the default number of new
     tokens, rounded up as `generate` does. Returns statistics with the number of compilations.
@@ -177,18 +176,21 @@ def _prepare(
         raise ValueError(f"max_rows must be at least 1, got {max_rows}.")
     if sampling.stop_strings and loaded.tokenizer is None:
         raise ValueError("stop_strings need text, but the checkpoint has no tokenizer.")
-    if continue_from is None:
+    cache = None if continue_from is None else _cache_of(continue_from, replay, max_length, max_rows)
+    if continue_from is None or cache is None:
         fed = encode_prompts(
             prompts, loaded.tokenizer, loaded.config.vocab_size, attention_mask=attention_mask
         )
         refuse_empty(fed)
         committed = [0] * len(fed)
+        batch = min(len(fed), max_rows or len(fed))
     else:
-        cache = _cache_of(continue_from, replay, max_length, max_rows)
         fed = _continued(loaded, prompts, attention_mask, continue_from.tokens)
         committed = (np.asarray(cache.start) + np.asarray(cache.length)).tolist()
-        replay, max_length = cache.replay, cache.max_length
+        batch, replay, max_length = cache.batch, cache.replay, cache.max_length
     max_length = _checked_length(loaded.config, fed, committed, sampling.max_new_tokens, max_length)
+    if cache is None:
+        refuse_what_cannot_fit(loaded.model, batch, max_length, replay)
     requests = [
         Request(
             index=i,
@@ -199,12 +201,6 @@ def _prepare(
         )
         for i, (ids, done) in enumerate(zip(fed, committed, strict=True))
     ]
-    if continue_from is None:
-        batch = min(len(requests), max_rows or len(requests))
-        refuse_what_cannot_fit(loaded.model, batch, max_length, replay)
-        cache = None
-    else:
-        batch = len(requests)
     return Scheduler(
         loaded.model,
         requests,

@@ -61,26 +61,10 @@ class Sampling:
         for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, off)
-        _require(
-            "max_new_tokens", self.max_new_tokens, _is_integer, lambda n: n >= 1, "an integer of at least 1"
-        )
-        _require(
-            "temperature", self.temperature, _is_number, lambda t: t >= 0, "0 (greedy) or a positive number"
-        )
-        _require(
-            "top_k",
-            self.top_k,
-            _is_integer,
-            lambda k: 0 <= k < 2**31,
-            "an integer of at least 1, or 0 for off",
-        )
-        _require("top_p", self.top_p, _is_number, lambda p: 0 < p <= 1, "above 0 and at most 1")
-        _require("min_p", self.min_p, _is_number, lambda p: 0 <= p <= 1, "between 0 and 1")
-        _require(
-            "seed", self.seed, _is_integer, lambda s: 0 <= s < SEED_LIMIT, "an integer from 0 to 2**32 - 1"
-        )
-        if self.vocab_size is not None:
-            _require("vocab_size", self.vocab_size, _is_integer, lambda n: n >= 1, "an integer of at least 1")
+        for name, (kind, holds, wanted) in _RULES.items():
+            value = getattr(self, name)
+            if not kind(value) or not holds(value):
+                raise ValueError(f"{name} must be {wanted}, got {value!r}.")
         object.__setattr__(self, "stop_ids", _stop_ids(self.stop_ids))
         object.__setattr__(self, "stop_strings", _stop_strings(self.stop_strings))
 
@@ -89,13 +73,23 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def _is_size_or_none(value: Any) -> bool:
+    return value is None or _is_integer(value)
+
+
 def _is_number(value: Any) -> bool:
     return _is_integer(value) or (isinstance(value, float | np.floating) and math.isfinite(value))
 
 
-def _require(name: str, value: Any, kind: Callable, holds: Callable, wanted: str) -> None:
-    if not kind(value) or not holds(value):
-        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+_RULES: dict[str, tuple[Callable, Callable, str]] = {
+    "max_new_tokens": (_is_integer, lambda n: n >= 1, "an integer of at least 1"),
+    "temperature": (_is_number, lambda t: t >= 0, "0 (greedy) or a positive number"),
+    "top_k": (_is_integer, lambda k: 0 <= k < 2**31, "an integer of at least 1, or 0 for all"),
+    "top_p": (_is_number, lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    "min_p": (_is_number, lambda p: 0 <= p <= 1, "between 0 and 1"),
+    "seed": (_is_integer, lambda s: 0 <= s < SEED_LIMIT, "an integer from 0 to 2**32 - 1"),
+    "vocab_size": (_is_size_or_none, lambda n: n is None or n >= 1, "an integer of at least 1, or None"),
+}
 
 
 def _stop_ids(ids: Any) -> tuple[int, ...] | None:

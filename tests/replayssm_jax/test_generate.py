@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from replayssm_jax import memory, scheduler
+from replayssm_jax import decode, memory, scheduler
 from replayssm_jax.api import Loaded
 from replayssm_jax.buckets import prefill_buckets, prefill_chunks
 from replayssm_jax.cache import Cache, RecurrentLayer, materialize
 from replayssm_jax.config import ReplayConfig
 from replayssm_jax.generate import Generation, generate, stream, warmup
-from replayssm_jax.sampling import Sampling
+from replayssm_jax.sampling import Sampling, sampling_params
 from replayssm_jax.scheduler import flush_offset
 from tests.replayssm_jax.chain_model import byte_tokenizer, chain, loaded_chain, successor
 from tests.tiny_models import VOCAB, assert_close, full_logits, hot_model, nemotron_config, random_tokens
@@ -605,3 +605,15 @@ def test_finished_rows_keep_their_state(replay):
         assert_close(state[0], expected[0])
     again = generate(loaded, None, Sampling(max_new_tokens=6), continue_from=both)
     assert_alone("mamba2", [p + t for p, t in zip(prompts, both.tokens, strict=True)], again)
+
+
+def test_a_dispatch_copies_no_cache():
+    model = decode.FlatModel.of(hot("mamba2").model)
+    cache = decode.empty_cache(model, 2, HOT_LENGTH, MODES[0])
+    count, yes = jnp.zeros((2,), jnp.int32), jnp.ones((2,), bool)
+    rows = decode.Rows(token=count, active=yes, remaining=count, prompt=count, finite=yes)
+    one = np.int32(1)
+    params = sampling_params(Sampling(), VOCAB, ())
+    program = decode.decode.lower(model, rows, cache, np.ones(2, bool), one, one, params).compile()
+    donated = sum(leaf.nbytes for leaf in jax.tree.leaves((rows, cache)))
+    assert program.memory_analysis().alias_size_in_bytes == donated
