@@ -141,19 +141,34 @@ def heat(model: HybridModel) -> HybridModel:
     return model
 
 
+def randomize(make, seed: int = 7) -> HybridModel:
+    """A model from `make`, its parameters drawn by NumPy: nothing is compiled for it."""
+    rng = np.random.default_rng(seed)
+    model = nnx.eval_shape(make)
+
+    def draw(leaf):
+        if len(leaf.shape) < 2:
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+        return jnp.asarray(rng.normal(scale=leaf.shape[0] ** -0.5, size=leaf.shape), leaf.dtype)
+
+    return jax.tree.map(draw, model)
+
+
 @functools.cache
 def hot_model(family: str, *, conv_kernel: int = 4, layers: int | None = None) -> HybridModel:
     """A tiny model of one family with hot weights; `layers` keeps the first few only."""
-    rngs = nnx.Rngs(7)
-    if family == "mamba2":
-        pattern = nemotron_config().layer_pattern[:layers]
-        model = NemotronH(nemotron_config(conv_kernel=conv_kernel, layer_pattern=pattern), rngs=rngs)
-    elif family == "gated_delta":
-        types = qwen_config().layer_types[:layers]
-        model = Qwen35(qwen_config(conv_kernel=conv_kernel, layer_types=types), rngs=rngs)
-    else:
-        model = TinyKimi(conv_kernel=conv_kernel, layers=layers or 2, rngs=rngs)
-    return heat(model)
+
+    def make():
+        rngs = nnx.Rngs(7)
+        if family == "mamba2":
+            pattern = nemotron_config().layer_pattern[:layers]
+            return NemotronH(nemotron_config(conv_kernel=conv_kernel, layer_pattern=pattern), rngs=rngs)
+        if family == "gated_delta":
+            types = qwen_config().layer_types[:layers]
+            return Qwen35(qwen_config(conv_kernel=conv_kernel, layer_types=types), rngs=rngs)
+        return TinyKimi(conv_kernel=conv_kernel, layers=layers or 2, rngs=rngs)
+
+    return heat(randomize(make))
 
 
 def random_tokens(*shape: int, seed: int = 0) -> np.ndarray:
@@ -167,8 +182,11 @@ def _forward():
 
 
 def full_logits(model: HybridModel, tokens: np.ndarray) -> np.ndarray:
-    """Logits [B, T, V] of whole texts, without any cache."""
-    return np.asarray(_forward()(model, jnp.asarray(tokens)))
+    """Logits [B, T, V] of whole texts, without any cache; one compilation a model serves every size."""
+    rows, count = tokens.shape
+    padded = np.zeros((4, 72), np.int32)
+    padded[:rows, :count] = tokens
+    return np.asarray(_forward()(model, jnp.asarray(padded)))[:rows, :count]
 
 
 def assert_close(actual, expected, tolerance: float = 1e-4) -> None:
