@@ -1,7 +1,9 @@
-"""Kernels that rewrite the state: the flush of a ring and the eager decode step, one 64-row tile at a time in registers.
+"""Kernels that rewrite the state: the flush of a ring and the eager decode step, one 64-row tile at a time in
+registers.
 
-A flush folds the committed tokens, stores the tile and then continues with the call's tokens without storing; an eager
-step has no history and stores after its token. Tokens are applied one after the other, as the recurrence is written.
+A flush folds the committed tokens, stores the tile and then continues with the call's tokens without storing;
+an eager step has no history and stores after its token. Tokens are applied one after the other, as the
+recurrence is written.
 """
 
 import dataclasses
@@ -14,7 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import TILE, mosaic_gpu
-from pallas_kernels.pipeline import Geometry, Operands, granule_live, pin_plain, row_products, row_sums, tiled_layout
+from pallas_kernels.pipeline import (
+    Geometry,
+    Operands,
+    granule_live,
+    pin_plain,
+    row_products,
+    row_sums,
+    tiled_layout,
+)
 
 
 def state_layout(plgpu: Any) -> Any:
@@ -24,7 +34,8 @@ def state_layout(plgpu: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What a recurrence needs to apply one token to a tile: layout, arithmetic form and head constants a row."""
+    """What a recurrence needs to apply one token to a tile: layout, arithmetic form and head constants a
+    row."""
 
     plgpu: Any
     layout: Any
@@ -36,9 +47,10 @@ class Tile:
 class TokenRule:
     """How a recurrence moves a tile.
 
-    token(tile, state, value [64], key [K], scalars) -> state applies one token; output(tile, readout [64], value) -> [64];
-    history(tile, state, length, read, read_scalars) -> state folds the committed tokens: read(j) gives value, key and
-    scalars of the j-th, read_scalars(j) the scalars alone (a scalar each, or [64] where a tile holds several heads).
+    token(tile, state, value [64], key [K], scalars) -> state applies one token; output(tile, readout [64],
+    value) -> [64]; history(tile, state, length, read, read_scalars) -> state folds the committed tokens:
+    read(j) gives value, key and scalars of the j-th, read_scalars(j) the scalars alone (a scalar each, or
+    [64] where a tile holds several heads).
     """
 
     token: Callable[..., jax.Array]
@@ -51,7 +63,9 @@ class TokenRule:
 def one_by_one(token: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """The history rule that applies the tokens in order."""
 
-    def history(tile: Tile, state: jax.Array, length: jax.Array, read: Callable, read_scalars: Callable) -> jax.Array:
+    def history(
+        tile: Tile, state: jax.Array, length: jax.Array, read: Callable, read_scalars: Callable
+    ) -> jax.Array:
         def step(j: jax.Array, state: jax.Array) -> jax.Array:
             return tile.plgpu.layout_cast(token(tile, state, *read(j)), tile.layout)
 
@@ -68,12 +82,14 @@ def fold_tiles(
     *,
     history: bool,
     granule: int = 8,
+    overlap: bool = False,
     interpret: Any = None,
 ) -> None:
-    """Outputs of the listed rows into operands.out; rewrites their state tiles in place.
+    """Outputs of the flushing rows into operands.out; rewrites their state tiles in place.
 
-    operands.state is a reference [B*G*tiles, 64, K]. history: fold the ring first and store then (a flush); without it
-    the rings are not touched and the state is stored after the last token (an eager step).
+    operands.state is a reference [B*G*tiles, 64, K]. history: fold the ring first and store then (a flush);
+    without it the rings are not touched and the state is stored after the last token (an eager step).
+    overlap: let the next kernel start at once; it must not depend on this one.
     """
     plgpu = mosaic_gpu()
     geo = geometry
@@ -90,29 +106,37 @@ def fold_tiles(
     copies = 2 * granules + rule.scalars
     has_constants = operands.constants is not None
 
-    scratch = dict(
-        values=plgpu.SMEM((ring, TILE), value_dtype),
-        keys=plgpu.SMEM((ring, geo.d_state), key_dtype),
-        scalars=tuple(plgpu.SMEM((ring, width), jnp.float32) for _ in range(rule.scalars)),
-        barrier=plgpu.Barrier(num_arrivals=copies),
-    ) if history else {}
+    scratch = (
+        {
+            "values": plgpu.SMEM((ring, TILE), value_dtype),
+            "keys": plgpu.SMEM((ring, geo.d_state), key_dtype),
+            "scalars": tuple(plgpu.SMEM((ring, width), jnp.float32) for _ in range(rule.scalars)),
+            "barrier": plgpu.Barrier(num_arrivals=copies),
+        }
+        if history
+        else {}
+    )
 
-    def body(*refs: Any, values: Any = None, keys: Any = None, scalars: tuple = (), barrier: Any = None) -> None:
+    def body(
+        *refs: Any, values: Any = None, keys: Any = None, scalars: tuple = (), barrier: Any = None
+    ) -> None:
         out, state, *refs = refs
         if history:
             values_ring, keys_ring, *refs = refs
             scalar_rings, refs = refs[: rule.scalars], refs[rule.scalars :]
         values_in, keys_in, *refs = refs
         scalars_in, refs = refs[: rule.scalars], refs[rule.scalars :]
-        reader_in, cursor_in, count_in, *constants_in = refs
+        reader_in, cursor_in, counts_in, *constants_in = refs
         if fused and history:
             pin_plain(plgpu, [values, keys, *scalars])
-        total = count_in[0] * row_tiles
+        if overlap and fused:
+            plgpu.griddepcontrol_launch_dependents()
+        total = counts_in[1] * row_tiles
         cta = lax.axis_index("cta")
 
         def serve(step: jax.Array, carry: None) -> None:
             index = cta + step * ctas
-            at = lax.div(index, row_tiles)
+            at = geo.batch - counts_in[1] + lax.div(index, row_tiles)
             within = lax.rem(index, row_tiles)
             row, start, length = cursor_in[at, 0], cursor_in[at, 1], cursor_in[at, 2]
             group, tile = lax.div(within, tiles), lax.rem(within, tiles)
@@ -182,7 +206,7 @@ def fold_tiles(
                 key = plgpu.load(keys_in.at[block, t], layout=layout.reduce(0), optimized=False)
                 reader = plgpu.load(reader_in.at[block, t], layout=layout.reduce(0), optimized=False)
                 value, key, reader = (x.astype(jnp.float32) for x in (value, key, reader))
-                here = tuple(a_row(lambda k, s=s: s[row, t, first_head + k]) for s in scalars_in)
+                here = tuple(a_row(lambda k, s=s, t=t: s[row, t, first_head + k]) for s in scalars_in)
                 if history:
                     slot = lax.rem(start + length + t, ring)
                     values_ring[block, slot, tile] = value.astype(value_dtype)
@@ -200,6 +224,9 @@ def fold_tiles(
                     state[place] = matrix.astype(state_dtype)
                 readout = row_sums(row_products(plgpu, layout, [(matrix, reader)], fused))
                 out[row, t, group, tile] = rule.output(tile_rule, readout, value).astype(out.dtype)
+            if history:
+                # Every warp has read the ring before the next tile's copies overwrite it.
+                plgpu.commit_smem()
             return carry
 
         lax.fori_loop(0, lax.div(jnp.maximum(total - cta + ctas - 1, 0), ctas), serve, None)
@@ -210,14 +237,21 @@ def fold_tiles(
         scratch_types=scratch,
         grid=(ctas,),
         grid_names=("cta",),
-        compiler_params=plgpu.CompilerParams(),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
         kernel_name="replay_flush" if history else "eager_step",
         **({} if interpret is None else {"interpret": interpret}),
     )
     rings = [operands.values, operands.keys, *operands.scalars] if history else []
     arguments = [
-        operands.out, operands.state, *rings, operands.new_values, operands.new_keys, *operands.new_scalars, operands.reader,
-        operands.cursor, operands.count,
+        operands.out,
+        operands.state,
+        *rings,
+        operands.new_values,
+        operands.new_keys,
+        *operands.new_scalars,
+        operands.reader,
+        operands.cursor,
+        operands.counts,
     ]
     if has_constants:
         arguments.append(operands.constants)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.fold import Tile, TokenRule, one_by_one
 from pallas_kernels.pipeline import (
@@ -27,8 +28,9 @@ from pallas_kernels.replay import Kernels
 def _coefficients(group: Group) -> None:
     """Weights c_j and readers z of one (row, key head), by the adjoint recurrence over tokens newest first.
 
-    With p_i = k_i . z and z = q at the start, each token j does c_j = beta_j p_j, p_i = alpha_j (p_i - c_j k_i . k_j); the
-    output is S z + sum_j c_j v_j with z = P_m q - sum_j c_j P_j k_j, P_j the decay from the checkpoint up to j.
+    With p_i = k_i . z and z = q at the start, each token j does c_j = beta_j p_j, p_i = alpha_j (p_i - c_j
+    k_i . k_j); the output is S z + sum_j c_j v_j with z = P_m q - sum_j c_j P_j k_j, P_j the decay from the
+    checkpoint up to j.
     """
     plgpu, geo, scratch = group.plgpu, group.geometry, group.scratch
     ring, length = geo.ring, group.length
@@ -38,7 +40,7 @@ def _coefficients(group: Group) -> None:
     def slot_of(age: jax.Array) -> jax.Array:
         return jnp.where(age < length, lax.rem(begin + age, jnp.int32(ring)), ring + age - length)
 
-    rows = row_layout(plgpu, geo.d_state)
+    rows = row_layout(plgpu, geo.d_state, group.keys.dtype)
     keys = plgpu.load(group.keys, layout=rows, optimized=False).astype(jnp.float32)
 
     def products(vector: jax.Array) -> jax.Array:
@@ -46,15 +48,26 @@ def _coefficients(group: Group) -> None:
 
     for t in range(geo.tokens):
         reader = plgpu.load(group.reader.at[t], layout=rows.reduce(0), optimized=False)
-        scratch["reads"].at[t][...] = products(reader)
+        scratch["rows"].at[t, pl.ds(0, geo.slots)][...] = products(reader)
 
-    def gram(age: jax.Array, carry: None) -> None:
+    def gram_row(age: jax.Array, carry: None) -> None:
         slot = slot_of(age)
         key = plgpu.load(group.keys.at[slot], layout=rows.reduce(0), optimized=False)
         scratch["gram"].at[slot][...] = products(key)
         return carry
 
-    lax.fori_loop(0, length + geo.tokens, gram, None)
+    if group.fused and jnp.dtype(group.keys.dtype).itemsize == 2:
+        # Products of 16-bit keys are exact in the tensor cores' float32 sums.
+        dtype = group.keys.dtype
+        split = {"m_warps": 2}
+        left = plgpu.load(group.keys, layout=plgpu.Layout.MMA_LHS(dtype, **split), optimized=False)
+        right = plgpu.load(group.keys.T, layout=plgpu.Layout.MMA_RHS(dtype, **split), optimized=False)
+        zero = jnp.zeros((geo.slots, geo.slots), jnp.float32)
+        zero = plgpu.layout_cast(zero, plgpu.Layout.MMA_ACC(dtype, **split))
+        scratch["gram"][...] = plgpu.mma(zero, left, right)
+    else:
+        lax.fori_loop(0, length + geo.tokens, gram_row, None)
+    plgpu.commit_smem()
 
     layout = coefficient_layout(plgpu)
     shape = (geo.head_slots, geo.slots)
@@ -92,19 +105,25 @@ def _coefficients(group: Group) -> None:
         return *(tuple(part) for part in zip(*later, strict=True)), plgpu.layout_cast(decays, layout)
 
     def start_of(t: int) -> jax.Array:
-        reads = plgpu.load(scratch["reads"].at[t], layout=layout.reduce(0), optimized=False)
+        reads = plgpu.load(
+            scratch["rows"].at[t, pl.ds(0, geo.slots)], layout=layout.reduce(0), optimized=False
+        )
         return plgpu.layout_cast(lax.broadcast_in_dim(reads, shape, (1,)), layout)
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
     none = plgpu.layout_cast(jnp.zeros((geo.head_slots,), jnp.float32), layout.reduce(1))
     carry = (
-        tuple(start_of(t) for t in range(geo.tokens)), (zeros,) * geo.tokens, (none,) * geo.tokens, zeros
+        tuple(start_of(t) for t in range(geo.tokens)),
+        (zeros,) * geo.tokens,
+        (none,) * geo.tokens,
+        zeros,
     )
     _, weights, totals, decays = lax.fori_loop(0, length + geo.tokens, chain, carry)
     for t in range(geo.tokens):
         group.weights.at[t][...] = weights[t]
         scratch["scaled"].at[t][...] = weights[t] * jnp.exp(decays)
-        scratch["totals"].at[t][...] = jnp.exp(totals[t])
+        scratch["rows"].at[geo.tokens + t, pl.ds(0, geo.head_slots)][...] = jnp.exp(totals[t])
+    plgpu.commit_smem()
 
     wide_key = plgpu.Layout.WG_STRIDED((geo.d_state,), vec_size=geo.d_state // 128)
     heads = [(t, h) for t in range(geo.tokens) for h in range(geo.group_heads)]
@@ -113,7 +132,7 @@ def _coefficients(group: Group) -> None:
         slot = slot_of(age)
         key = plgpu.load(group.keys.at[slot], layout=wide_key, optimized=False).astype(jnp.float32)
         return tuple(
-            plgpu.layout_cast(z - key * scratch["scaled"][t, h, slot], wide_key)
+            plgpu.layout_cast(z - key * scratch["scaled"][t, group.offset + h, slot], wide_key)
             for z, (t, h) in zip(readers, heads, strict=True)
         )
 
@@ -122,7 +141,8 @@ def _coefficients(group: Group) -> None:
         for t in range(geo.tokens)
     ]
     readers = tuple(
-        plgpu.layout_cast(queries[t] * scratch["totals"][t, h], wide_key) for t, h in heads
+        plgpu.layout_cast(queries[t] * scratch["rows"][geo.tokens + t, group.offset + h], wide_key)
+        for t, h in heads
     )
     readers = lax.fori_loop(0, length + geo.tokens, subtract, readers)
     for (t, h), reader in zip(heads, readers, strict=True):
@@ -130,11 +150,12 @@ def _coefficients(group: Group) -> None:
 
 
 def _scratch(plgpu: Any, geo: Geometry) -> dict:
+    # Small rows share a buffer, since every buffer takes a multiple of 1 KB: first k . q, then the decays of
+    # the queries.
     return {
-        "reads": plgpu.SMEM((geo.tokens, geo.slots), jnp.float32),
+        "rows": plgpu.SMEM((2 * geo.tokens, max(geo.slots, geo.head_slots)), jnp.float32),
         "gram": plgpu.SMEM((geo.slots, geo.slots), jnp.float32),
         "scaled": plgpu.SMEM((geo.tokens, geo.head_slots, geo.slots), jnp.float32),
-        "totals": plgpu.SMEM((geo.tokens, geo.head_slots), jnp.float32),
     }
 
 
@@ -157,4 +178,4 @@ KERNELS = Kernels(
         token=_token, output=_output, history=one_by_one(_token), scalars=2, head_constants=0
     ),
 )
-window, flush, eager, step = KERNELS.window, KERNELS.flush, KERNELS.eager, KERNELS.step
+window, eager, step = KERNELS.window, KERNELS.eager, KERNELS.step

@@ -16,14 +16,18 @@ GRANULE = 8
 
 @dataclasses.dataclass(frozen=True)
 class LaunchParameters:
-    """Launch parameters of one kernel: CTAs on the device, pipeline stages a CTA, ring rows a copy."""
+    """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, ring rows a copy; CTAs of its
+    flush."""
 
     ctas: int
     stages: int
     granule: int = GRANULE
+    flush_ctas: int = 528
+    overlap: bool = False
 
 
-# Measured by `python -m bench.kernel_decode --sweep` on one H200; kept a device kind so that others can be added.
+# Measured by `python -m bench.kernel_decode --sweep` on one H200; kept a device kind so that others can be
+# added.
 _WINDOW_TABLE = {
     "NVIDIA H200": {1: LaunchParameters(264, 2), 2: LaunchParameters(264, 2), 4: LaunchParameters(132, 4)},
 }
@@ -36,8 +40,7 @@ def window_parameters(kind: str | None, tokens: int) -> LaunchParameters:
     return table[min(size for size in (*table, max(table)) if size >= min(tokens, max(table)))]
 
 
-# One tile a CTA at a time; many resident CTAs hide the latency. The eager grid holds every tile.
-FLUSH_CTAS = 528
+# One tile a CTA: many short CTAs write the state faster than a persistent grid.
 EAGER_CTAS = 1 << 30
 
 
@@ -69,11 +72,12 @@ def ring_slots(buffer_length: int, window: int) -> int:
     return -(-(buffer_length + window) // GRANULE) * GRANULE
 
 
-def plan(flush: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Row order for a step: rows that do not flush first, and how many of each there are.
+def plan(flush: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Row plan of a step: cursor int32 [B, 4] of (row, start, length, 0) and counts int32 [2] of the two
+    kinds.
 
-    flush bool [B]. Returns order int32 [B] and counts int32 [2] = (not flushing, flushing).
-    Computed once a step and shared by all layers.
+    flush bool [B]; start, length int32 [B] before the flush. Rows that do not flush come first, in order;
+    rows that do come last. Computed once a step and shared by all layers.
     """
     batch = flush.shape[0]
     flushing = flush.astype(jnp.int32)
@@ -81,19 +85,6 @@ def plan(flush: jax.Array) -> tuple[jax.Array, jax.Array]:
     after = jnp.cumsum(flushing)
     index = jnp.arange(batch, dtype=jnp.int32)
     place = jnp.where(flush, batch - total + after - 1, index - after)
-    order = jnp.zeros((batch,), jnp.int32).at[place].set(index, unique_indices=True)
-    return order, jnp.stack([batch - total, total]).astype(jnp.int32)
-
-
-def cursors(
-    start: jax.Array, length: jax.Array, rows: tuple[jax.Array, jax.Array] | None
-) -> dict[str, jax.Array]:
-    """Kernel operands that name the rows to serve: cursor int32 [B, 4] = (row, start, length, 0) and count int32 [1]."""
-    batch = start.shape[0]
-    if rows is None:
-        order, count = jnp.arange(batch, dtype=jnp.int32), jnp.full((1,), batch, jnp.int32)
-        starts, lengths = start, length
-    else:
-        order, count = rows
-        starts, lengths = start[order], length[order]
-    return {"cursor": jnp.stack([order, starts, lengths, jnp.zeros_like(order)], axis=1), "count": count}
+    rows = jnp.stack([index, start, length, jnp.zeros_like(index)], axis=1)
+    cursor = jnp.zeros((batch, 4), jnp.int32).at[place].set(rows, unique_indices=True)
+    return cursor, jnp.stack([batch - total, total]).astype(jnp.int32)

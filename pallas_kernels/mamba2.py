@@ -19,15 +19,17 @@ from pallas_kernels.replay import Kernels
 
 
 def _coefficients(group: Group) -> None:
-    """Weights dt_s exp(A sum of later dt) (B_s . C_t), scale exp(A sum of all dt) and D of one (row, group)."""
+    """Weights dt_s exp(A sum of later dt) (B_s . C_t), scale exp(A sum of all dt) and D of one (row,
+    group)."""
     plgpu, geo = group.plgpu, group.geometry
     ring = geo.ring
-    rows = row_layout(plgpu, geo.d_state)
+    rows = row_layout(plgpu, geo.d_state, group.keys.dtype)
     keys = plgpu.load(group.keys, layout=rows, optimized=False).astype(jnp.float32)
     for t in range(geo.tokens):
         reader = plgpu.load(group.reader.at[t], layout=rows.reduce(0), optimized=False).astype(jnp.float32)
         products = jnp.sum(keys * lax.broadcast_in_dim(reader, keys.shape, (1,)), axis=1)
         group.scratch["products"].at[t][...] = products
+    plgpu.commit_smem()
 
     layout = coefficient_layout(plgpu)
     shape = (geo.head_slots, geo.slots)
@@ -85,7 +87,8 @@ def _output(tile: Tile, readout: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _history(tile: Tile, state: jax.Array, length: jax.Array, read: Any, read_scalars: Any) -> jax.Array:
-    """exp(A sum dt) S + sum_j dt_j exp(A sum_{i>j} dt_i) x_j B_j^T, newest token first: one multiply-add an element."""
+    """exp(A sum dt) S + sum_j dt_j exp(A sum_{i>j} dt_i) x_j B_j^T, newest token first: one multiply-add an
+    element."""
     a, _ = tile.constants
 
     def log_decay(j: jax.Array) -> jax.Array:
@@ -108,4 +111,4 @@ KERNELS = Kernels(
     window_rule=MAMBA2,
     token_rule=TokenRule(token=_token, output=_output, history=_history, scalars=1, head_constants=2),
 )
-window, flush, eager, step = KERNELS.window, KERNELS.flush, KERNELS.eager, KERNELS.step
+window, eager, step = KERNELS.window, KERNELS.eager, KERNELS.step

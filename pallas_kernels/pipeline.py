@@ -1,11 +1,15 @@
-"""The streaming window kernel: reads every state tile once and adds what the ring and the new tokens contribute.
+"""The streaming window kernel: reads every state tile once and adds what the ring and the new tokens
+contribute.
 
-A recurrence supplies coefficients a (row, group): readers z, a scale and weights of ring slots and new tokens. Then
+A recurrence supplies coefficients a (row, group): readers z, a scale and weights of ring slots and new
+tokens. Then
 
-    y[t] = scale[t, head] * S z[t] + sum_slot weight[t, head, slot] x[slot] + sum_u weight[t, head, R + u] x_new[u]
+    y[t] = scale[t, head] * S z[t] + sum_slot weight[t, head, slot] x[slot] + sum_u weight[t, head, R + u]
+    x_new[u]
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +21,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.launch import TILE, LaunchParameters, Unsupported, mosaic_gpu
 
 NEW_SLOTS = 8
+# Hopper: multiprocessors of an H100 or H200, shared memory of one, and the most that one CTA may take.
+SMS = 132
+SM_SHARED_BYTES = 233472
+CTA_SHARED_BYTES = 232448
+MAX_STAGES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +50,10 @@ class Geometry:
 
     @property
     def head_slots(self) -> int:
-        return -(-self.group_heads // 16) * 16
+        """Heads of a copy of scalars: it begins at a multiple of four heads (16 bytes) and covers the
+        group."""
+        covered = self.group_heads + (3 if self.group_heads % 4 else 0)
+        return -(-covered // 16) * 16
 
     @property
     def slots(self) -> int:
@@ -84,9 +96,18 @@ def tiled_layout(plgpu: Any, tiles: tuple, warp_dims: tuple, lane_dims: tuple, v
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-def row_layout(plgpu: Any, d_state: int) -> Any:
-    """Layout of [rows, d_state] for sums along a row: 16 rows at a time, eight lanes a row."""
-    return tiled_layout(plgpu, ((16, d_state), (4, d_state), (1, 64), (1, 8)), (-8,), (-6, -3), -1)
+def row_layout(plgpu: Any, d_state: int, dtype: Any) -> Any:
+    """Layout of [rows, d_state] for sums along a row: 16 rows at a time, eight lanes a row, 16 bytes a
+    lane."""
+    vector = 16 // jnp.dtype(dtype).itemsize
+    return tiled_layout(
+        plgpu, ((16, d_state), (4, d_state), (1, 8 * vector), (1, vector)), (-8,), (-6, -3), -1
+    )
+
+
+def single_layout(plgpu: Any) -> Any:
+    """The layout of matrix products with one element, not two, a register."""
+    return tiled_layout(plgpu, ((64, 8), (16, 8), (8, 8), (2,), (1,)), (-8,), (-4, -3), -1)
 
 
 def coefficient_layout(plgpu: Any) -> Any:
@@ -95,14 +116,16 @@ def coefficient_layout(plgpu: Any) -> Any:
 
 
 def granule_live(first: int, size: int, start: jax.Array, length: jax.Array, ring: int) -> jax.Array:
-    """Whether ring slots first..first+size-1 hold any of the `length` tokens that begin at position `start`."""
+    """Whether ring slots first..first+size-1 hold any of the `length` tokens that begin at position
+    `start`."""
     begin = lax.rem(start, jnp.int32(ring))
     ahead = lax.rem(first - begin + ring, jnp.int32(ring))
     return (ahead < length) | ((ahead > ring - size) & (length > 0))
 
 
 def pin_plain(plgpu: Any, refs: list) -> None:
-    """Tell the layout search that these shared-memory buffers are neither tiled nor swizzled; else it does not end."""
+    """Tell the layout search that these shared-memory buffers are neither tiled nor swizzled; else it does
+    not end."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def nothing(_, *__):
@@ -112,13 +135,16 @@ def pin_plain(plgpu: Any, refs: list) -> None:
 
 
 def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array]], fused: bool) -> jax.Array:
-    """Partial sums along rows of matrix [M, N] x vector [N], added over the pairs: float32 [M, columns of one layout tile].
+    """Partial sums along rows of matrix [M, N] x vector [N], added over the pairs: float32 [M, columns of one
+    layout tile].
 
-    `fused` writes one multiply-add an element; the plain form is for the interpreter, which has no inline code.
+    `fused` writes one multiply-add an element; the plain form is for the interpreter, which has no inline
+    code.
     """
     if not fused:
         return sum(
-            jnp.sum(matrix * lax.broadcast_in_dim(vector, matrix.shape, (1,)), axis=1) for matrix, vector in pairs
+            jnp.sum(matrix * lax.broadcast_in_dim(vector, matrix.shape, (1,)), axis=1)
+            for matrix, vector in pairs
         )
 
     import numpy as np
@@ -187,14 +213,33 @@ def row_sums(partial: jax.Array) -> jax.Array:
     return partial if partial.ndim == 1 else jnp.sum(partial, axis=1)
 
 
+def shared_bytes(scratch: Any) -> int:
+    """Shared memory of buffers, each rounded up to 1 KB as the compiler places them, plus 2 KB for barriers
+    and cursors."""
+    leaves = jax.tree.leaves(scratch, is_leaf=lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves if hasattr(x, "memory_space")]
+    return sum(-(-size // 1024) * 1024 for size in sizes) + 2048
+
+
+def fit(launch: LaunchParameters, bytes_of: Callable[[int], int]) -> tuple[int, int]:
+    """CTAs and stages that are resident at once: a persistent grid that is not runs in two waves."""
+    resident = SM_SHARED_BYTES // (bytes_of(launch.stages) + 1024)
+    if launch.ctas <= SMS * resident:
+        return launch.ctas, launch.stages
+    stages = max(launch.stages, MAX_STAGES)
+    while stages > 1 and bytes_of(stages) > CTA_SHARED_BYTES:
+        stages -= 1
+    return SMS, stages
+
+
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
     """What a recurrence brings to the streaming kernel.
 
-    scalars: number of float32 [B, R, H] rings. head_constants: number of float32 [H] rows of the constants array.
-    shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients` writes it.
-    coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers from one group's data.
-    scratch(geometry): extra SMEM buffers of `coefficients`.
+    scalars: number of float32 [B, R, H] rings. head_constants: number of float32 [H] rows of the constants
+    array. shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients`
+    writes it. coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers
+    from one group's data. scratch(geometry): extra SMEM buffers of `coefficients`.
     """
 
     scalars: int
@@ -206,13 +251,17 @@ class Recurrence:
 
 @dataclasses.dataclass
 class Group:
-    """References and cursors that `coefficients` works on: data of one (row, group) in shared memory."""
+    """References and cursors that `coefficients` works on: data of one (row, group) in shared memory.
+
+    The group's heads begin at `offset` in the head axes of scalars, constants, weights and scale.
+    """
 
     plgpu: Any
     geometry: Geometry
     fused: bool
     start: jax.Array
     length: jax.Array
+    offset: jax.Array
     keys: Any
     reader: Any
     scalars: tuple
@@ -227,8 +276,9 @@ class Group:
 class Operands:
     """Arrays of one call, viewed for the kernel.
 
-    out: reference [B, T, G, tiles, 64]; state [B*G*tiles, 64, K]; values, keys, scalars: rings as references; new_*: the call's tokens; cursor int32 [B, 4]
-    rows of (row, start, length, 0) in list order; count int32 [1]: rows of the list in use.
+    out: reference [B, T, G, tiles, 64]; state [B*G*tiles, 64, K]; values, keys, scalars: rings as references;
+    new_*: the call's tokens; cursor int32 [B, 4] rows of (row, start, length, 0), rows that only read first;
+    counts int32 [2]: such rows, and those that flush.
     """
 
     out: Any
@@ -242,7 +292,7 @@ class Operands:
     reader: jax.Array
     constants: jax.Array | None
     cursor: jax.Array
-    count: jax.Array
+    counts: jax.Array
 
 
 def stream_window(
@@ -251,44 +301,54 @@ def stream_window(
     operands: Operands,
     launch: LaunchParameters,
     *,
+    overlap: bool = False,
     interpret: Any = None,
 ) -> None:
-    """Outputs of the listed rows into operands.out; appends their new tokens to the rings in place."""
+    """Outputs of the reading rows into operands.out; appends their new tokens to the rings in place.
+
+    overlap: start while the kernel before is still running, if that one allows it; it must touch other rows
+    only.
+    """
     plgpu = mosaic_gpu()
     geometry.check()
     geo = geometry
     fused = interpret is None
     ring, tokens, tiles, groups = geo.ring, geo.tokens, geo.tiles, geo.groups
-    ctas = min(launch.ctas, geo.batch * groups * tiles)
-    stages, granule = launch.stages, launch.granule
+    granule = launch.granule
     granules = ring // granule
     row_tiles = groups * tiles
-    listed = min(geo.batch, -(-geo.batch // ctas) + 2)
     state_dtype = operands.state.dtype
     value_dtype = operands.new_values.dtype
     layout = plgpu.Layout.WGMMA
+    # Transposed loads of 32-bit values need one element a register; the sums of rows land in the same places.
+    values_layout = layout if jnp.dtype(value_dtype).itemsize == 2 else single_layout(plgpu)
     has_constants = operands.constants is not None
     copies = 1 + granules
-    group_copies = granules + 3 + 2 * recurrence.scalars + (1 if has_constants else 0)
+    group_copies = granules + 3 + 3 * recurrence.scalars + (1 if has_constants else 0)
 
     def transforms(dtype: Any) -> tuple:
         return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
 
-    scratch = dict(
-        state=plgpu.SMEM((stages, TILE, geo.d_state), state_dtype, transforms=transforms(state_dtype)),
-        values=plgpu.SMEM((stages, ring, TILE), value_dtype),
-        new_values=plgpu.SMEM((2, tokens, tiles, TILE), value_dtype),
-        keys=plgpu.SMEM((2, geo.slots, geo.d_state), operands.new_keys.dtype),
-        reader=plgpu.SMEM((2, tokens, geo.d_state), operands.reader.dtype),
-        scalars=tuple(
+    def staged(stages: int) -> dict:
+        return {
+            "state": plgpu.SMEM((stages, TILE, geo.d_state), state_dtype, transforms=transforms(state_dtype)),
+            "values": plgpu.SMEM((stages, ring, TILE), value_dtype),
+        }
+
+    scratch = {
+        "new_values": plgpu.SMEM((2, tokens, tiles, TILE), value_dtype),
+        "keys": plgpu.SMEM((2, geo.slots, geo.d_state), operands.new_keys.dtype),
+        "reader": plgpu.SMEM((2, tokens, geo.d_state), operands.reader.dtype),
+        "scalars": tuple(
             plgpu.SMEM((2, geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
         ),
-        weights=plgpu.SMEM((tokens, geo.head_slots, geo.slots), jnp.float32),
-        cursor=plgpu.SMEM((listed, 4), jnp.int32),
-        tile_barrier=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        group_barrier=plgpu.Barrier(num_arrivals=group_copies, num_barriers=2),
-        cursor_barrier=plgpu.Barrier(num_arrivals=1),
-    )
+        "row_scalars": tuple(
+            plgpu.SMEM((2, tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)
+        ),
+        "weights": plgpu.SMEM((tokens, geo.head_slots, geo.slots), jnp.float32),
+        "group_barrier": plgpu.Barrier(num_arrivals=group_copies, num_barriers=2),
+        "cursor_barrier": plgpu.Barrier(num_arrivals=1),
+    }
     if has_constants:
         scratch["constants"] = plgpu.SMEM((2, recurrence.head_constants, geo.head_slots), jnp.float32)
     if recurrence.shared_reader:
@@ -296,21 +356,45 @@ def stream_window(
     else:
         scratch["readers"] = plgpu.SMEM((tokens, geo.group_heads, geo.d_state), jnp.float32)
     scratch["extra"] = recurrence.scratch(plgpu, geo)
+    ctas, stages = fit(launch, lambda stages: shared_bytes((scratch, staged(stages))))
+    ctas = min(ctas, geo.batch * groups * tiles)
+    listed = min(geo.batch, -(-geo.batch // ctas) + 2)
+    scratch |= staged(stages)
+    scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
+    scratch["tile_barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
 
-    def body(*refs: Any, state: Any, values: Any, new_values: Any, keys: Any, reader: Any, scalars: tuple,
-             weights: Any, cursor: Any, tile_barrier: Any, group_barrier: Any, cursor_barrier: Any,
-             constants: Any = None, scale: Any = None, readers: Any = None, extra: Any = None) -> None:
+    def body(
+        *refs: Any,
+        state: Any,
+        values: Any,
+        new_values: Any,
+        keys: Any,
+        reader: Any,
+        scalars: tuple,
+        row_scalars: tuple,
+        weights: Any,
+        cursor: Any,
+        tile_barrier: Any,
+        group_barrier: Any,
+        cursor_barrier: Any,
+        constants: Any = None,
+        scale: Any = None,
+        readers: Any = None,
+        extra: Any = None,
+    ) -> None:
         out, state_in, values_ring, keys_ring, *refs = refs
         scalar_rings, refs = refs[: recurrence.scalars], refs[recurrence.scalars :]
         values_in, keys_in, *refs = refs
         scalars_in, refs = refs[: recurrence.scalars], refs[recurrence.scalars :]
-        reader_in, cursor_in, count_in, *constants_in = refs
+        reader_in, cursor_in, counts_in, *constants_in = refs
 
         if fused:
             plain = (values, new_values, keys, reader, weights, constants, scale, readers)
-            pin_plain(plgpu, [ref for ref in (*plain, *scalars, *extra.values()) if ref is not None])
+            pin_plain(
+                plgpu, [ref for ref in (*plain, *scalars, *row_scalars, *extra.values()) if ref is not None]
+            )
 
-        total = count_in[0] * row_tiles
+        total = counts_in[0] * row_tiles
         cta = lax.axis_index("cta")
         begin = lax.div(cta * total, ctas)
         end = lax.div((cta + 1) * total, ctas)
@@ -321,6 +405,9 @@ def stream_window(
         def place(index: jax.Array, size: int) -> tuple:
             at = lax.div(index, size) - first_row
             return cursor[at, 0], cursor[at, 1], cursor[at, 2], lax.rem(index, size)
+
+        def aligned_head(group: jax.Array) -> jax.Array:
+            return lax.div(group * geo.group_heads, 4) * 4
 
         def skip(wanted: jax.Array, index: jax.Array, beyond: int) -> jax.Array:
             # A leading index out of range makes the copy engine write zeros without reading memory.
@@ -341,7 +428,7 @@ def stream_window(
         def issue_group(index: jax.Array, half: jax.Array) -> None:
             row, start, length, group = place(index, groups)
             block = row * groups + group
-            heads = pl.ds(group * geo.group_heads, geo.head_slots)
+            heads = pl.ds(aligned_head(group), geo.head_slots)
             barrier = group_barrier.at[half]
             for g in range(granules):
                 live = granule_live(g * granule, granule, start, length, ring)
@@ -355,26 +442,30 @@ def stream_window(
             for source, new, target in zip(scalar_rings, scalars_in, scalars, strict=True):
                 plgpu.copy_gmem_to_smem(source.at[row, :, heads], target.at[half, pl.ds(0, ring)], barrier)
                 plgpu.copy_gmem_to_smem(new.at[row, :, heads], target.at[half, fresh], barrier)
+            all_heads = skip(group == 0, row, geo.batch)
+            for new, target in zip(scalars_in, row_scalars, strict=True):
+                plgpu.copy_gmem_to_smem(new.at[all_heads], target.at[half], barrier)
             if has_constants:
                 plgpu.copy_gmem_to_smem(constants_in[0].at[:, heads], constants.at[half], barrier)
 
         def append(index: jax.Array, half: jax.Array) -> None:
             row, start, length, group = place(index, groups)
             block = row * groups + group
-            width = -(-geo.group_heads // 4) * 4
-            heads = pl.ds(group * geo.group_heads, width)
             for t in range(tokens):
                 slot = lax.rem(start + length + t, ring)
-                plgpu.copy_smem_to_gmem(new_values.at[half, t], values_ring.at[block, slot], commit_group=False)
+                plgpu.copy_smem_to_gmem(
+                    new_values.at[half, t], values_ring.at[block, slot], commit_group=False
+                )
                 plgpu.copy_smem_to_gmem(
                     keys.at[half, pl.ds(ring + t, 1)], keys_ring.at[block, pl.ds(slot, 1)], commit_group=False
                 )
-                for target, source in zip(scalar_rings, scalars, strict=True):
-                    plgpu.copy_smem_to_gmem(
-                        source.at[half, pl.ds(ring + t, 1), pl.ds(0, width)],
-                        target.at[row, pl.ds(slot, 1), heads],
-                        commit_group=False,
-                    )
+
+                @pl.when(group == 0)
+                def _(t=t, slot=slot):
+                    # A whole row of heads at once: partial sectors cost a read before the write.
+                    for target, source in zip(scalar_rings, row_scalars, strict=True):
+                        plgpu.copy_smem_to_gmem(source.at[half, t], target.at[row, slot], commit_group=False)
+
             plgpu.commit_smem_to_gmem_group()
 
         first_group = lax.div(begin, tiles)
@@ -409,19 +500,30 @@ def stream_window(
                 def _():
                     append(group, half)
 
-                _, start, length, _ = place(group, groups)
+                _, start, length, group_of_row = place(group, groups)
                 recurrence.coefficients(
                     Group(
-                        plgpu=plgpu, geometry=geo, fused=fused, start=start, length=length, keys=keys.at[half],
-                        reader=reader.at[half], scalars=tuple(s.at[half] for s in scalars),
-                        constants=constants.at[half] if has_constants else None, weights=weights, scale=scale,
-                        readers=readers, scratch=extra,
+                        plgpu=plgpu,
+                        geometry=geo,
+                        fused=fused,
+                        start=start,
+                        length=length,
+                        offset=group_of_row * geo.group_heads - aligned_head(group_of_row),
+                        keys=keys.at[half],
+                        reader=reader.at[half],
+                        scalars=tuple(s.at[half] for s in scalars),
+                        constants=constants.at[half] if has_constants else None,
+                        weights=weights,
+                        scale=scale,
+                        readers=readers,
+                        scratch=extra,
                     )
                 )
+                plgpu.commit_smem()
 
             plgpu.barrier_wait(tile_barrier.at[stage])
             matrix = plgpu.load(state.at[stage], layout=layout).astype(jnp.float32)
-            past = plgpu.load(values.at[stage].T, layout=layout, optimized=False).astype(jnp.float32)
+            past = plgpu.load(values.at[stage].T, layout=values_layout, optimized=False).astype(jnp.float32)
             fresh = [
                 plgpu.load(new_values.at[half, u, tile], layout=layout.reduce(1)).astype(jnp.float32)
                 for u in range(tokens)
@@ -429,32 +531,48 @@ def stream_window(
             head = lax.div(tile * TILE, geo.head_dim)
             row, _, _, within = place(index, row_tiles)
             row_group = lax.div(within, tiles)
+            offset = row_group * geo.group_heads - aligned_head(row_group)
             if geo.tile_heads > 1:
                 rows = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
                 row_head = lax.div(tile * TILE + rows, geo.head_dim)
+
+            def rows_of(sums: jax.Array) -> jax.Array:
+                return plgpu.layout_cast(sums, layout.reduce(1)) if fused else sums
+
             for t in range(tokens):
                 result = None
                 for k in range(geo.tile_heads):
                     h = jnp.minimum(head + k, geo.group_heads - 1) if geo.tile_heads > 1 else head
-                    weight = plgpu.load(weights.at[t, h, pl.ds(0, ring)], layout=layout.reduce(0))
+                    weight = plgpu.load(
+                        weights.at[t, offset + h, pl.ds(0, ring)], layout=values_layout.reduce(0)
+                    )
                     if recurrence.shared_reader:
                         if k == 0:
                             z = plgpu.load(reader.at[half, t], layout=layout.reduce(0)).astype(jnp.float32)
                             checkpoint = row_products(plgpu, layout, [(matrix, z)], fused)
-                        window = row_products(plgpu, layout, [(past, weight)], fused)
-                        if geo.tile_heads == 1:
-                            y = row_sums(checkpoint * scale[t, h] + window)
+                        window = row_products(plgpu, values_layout, [(past, weight)], fused)
+                        if geo.tile_heads == 1 and values_layout is layout:
+                            y = row_sums(checkpoint * scale[t, offset + h] + window)
                         else:
                             if k == 0:
                                 checkpoint = row_sums(checkpoint)
-                            y = checkpoint * scale[t, h] + row_sums(window)
+                            y = checkpoint * scale[t, offset + h] + rows_of(row_sums(window))
                     else:
                         z = plgpu.load(readers.at[t, h], layout=layout.reduce(0))
-                        y = row_sums(row_products(plgpu, layout, [(matrix, z), (past, weight)], fused))
+                        if values_layout is layout:
+                            y = row_sums(row_products(plgpu, layout, [(matrix, z), (past, weight)], fused))
+                        else:
+                            y = row_sums(row_products(plgpu, layout, [(matrix, z)], fused))
+                            y = y + rows_of(
+                                row_sums(row_products(plgpu, values_layout, [(past, weight)], fused))
+                            )
                     for u in range(t + 1):
-                        y = y + fresh[u] * weights[t, h, ring + u]
+                        y = y + fresh[u] * weights[t, offset + h, ring + u]
                     result = y if k == 0 else jnp.where(row_head >= head + k, y, result)
                 out[row, t, row_group, tile] = result.astype(out.dtype)
+
+            # Every warp has read the stage, and the group's coefficients, before either is written again.
+            plgpu.commit_smem()
 
             @pl.when(index + stages < end)
             def _():
@@ -464,6 +582,9 @@ def stream_window(
 
         lax.fori_loop(begin, end, step, None)
         plgpu.wait_smem_to_gmem(0)
+        if overlap and fused:
+            # The kernel that follows waits for this one alone, so this one must outlast the one before it.
+            plgpu.griddepcontrol_wait()
 
     kernel = plgpu.kernel(
         body,
@@ -471,13 +592,24 @@ def stream_window(
         scratch_types=scratch,
         grid=(ctas,),
         grid_names=("cta",),
-        compiler_params=plgpu.CompilerParams(),
+        # Shared memory is ordered by the barriers and by commit_smem; one barrier a load would be a dozen a
+        # tile.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
         kernel_name="replay_window",
         **({} if interpret is None else {"interpret": interpret}),
     )
     arguments = [
-        operands.out, operands.state, operands.values, operands.keys, *operands.scalars, operands.new_values, operands.new_keys,
-        *operands.new_scalars, operands.reader, operands.cursor, operands.count,
+        operands.out,
+        operands.state,
+        operands.values,
+        operands.keys,
+        *operands.scalars,
+        operands.new_values,
+        operands.new_keys,
+        *operands.new_scalars,
+        operands.reader,
+        operands.cursor,
+        operands.counts,
     ]
     if has_constants:
         arguments.append(operands.constants)

@@ -1,9 +1,11 @@
-"""Array functions of the kernels of one recurrence: window, flush, eager step, and the replay step made of two of them.
+"""Array functions of the kernels of one recurrence: window, flush, eager step, and the replay step made of
+two of them.
 
-Arrays: checkpoint or state [B, H, V, K]; a ring is (values [B, G, R, (H/G)*V], keys [B, G, R, K], then float32 scalars
-[B, R, H]: dt, or log decay and beta); `new` is the same with T slots; reader [B, G, T, K]; constants float32 [n, H] or
-None (Mamba-2: A and D); start and length int32 [B], the row's folded tokens and its committed ring entries. Token p lies
-in slot p mod R. Buffers that the caller donates are written in place.
+Arrays: checkpoint or state [B, H, V, K]; a ring is (values [B, G, R, (H/G)*V], keys [B, G, R, K], then
+float32 scalars [B, R, H]: dt, or log decay and beta); `new` is the same with T slots; reader [B, G, T, K];
+constants float32 [n, H] or None (Mamba-2: A and D); start and length int32 [B], the row's folded tokens and
+its committed ring entries. Token p lies in slot p mod R. Buffers that the caller donates are written in
+place.
 """
 
 import dataclasses
@@ -18,7 +20,6 @@ from pallas_kernels.fold import TokenRule, fold_tiles
 from pallas_kernels.pipeline import TILE, Geometry, Operands, Recurrence, stream_window
 
 Ring = tuple[jax.Array, ...]
-Rows = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,55 +30,69 @@ class Kernels:
     token_rule: TokenRule
 
     def window(
-        self, checkpoint: jax.Array, ring: Ring, new: Ring, reader: jax.Array, constants: jax.Array | None,
-        start: jax.Array, length: jax.Array, *, rows: Rows | None = None, out_dtype: Any = jnp.float32,
-        parameters: launch.LaunchParameters | None = None, interpret: Any = None,
+        self,
+        checkpoint: jax.Array,
+        ring: Ring,
+        new: Ring,
+        reader: jax.Array,
+        constants: jax.Array | None,
+        start: jax.Array,
+        length: jax.Array,
+        *,
+        out_dtype: Any = jnp.float32,
+        parameters: launch.LaunchParameters | None = None,
+        interpret: Any = None,
     ) -> tuple[jax.Array, Ring]:
-        """Outputs [B, T, H, V] of T new tokens from checkpoint and ring, and the ring with the tokens appended.
-
-        rows (order int32 [B], count int32 [1]): the first `count` rows of `order` are served, others are left alone and
-        their outputs are undefined.
-        """
+        """Outputs [B, T, H, V] of T new tokens from checkpoint and ring, and the ring with the tokens
+        appended."""
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype)
-        call.window(self.window_rule, start, length, rows, parameters, interpret)
+        plan = launch.plan(jnp.zeros(start.shape, jnp.bool_), start, length)
+        call.window(self.window_rule, plan, call.parameters(parameters), interpret=interpret)
         return call.outputs(), call.ring()
 
-    def flush(
-        self, checkpoint: jax.Array, ring: Ring, new: Ring, reader: jax.Array, constants: jax.Array | None,
-        start: jax.Array, length: jax.Array, *, rows: Rows | None = None, out_dtype: Any = jnp.float32,
-        ctas: int | None = None, interpret: Any = None,
-    ) -> tuple[jax.Array, jax.Array, Ring]:
-        """Folds the ring of the listed rows into their checkpoint; outputs of the new tokens, checkpoint, ring with them.
-
-        A row of length 0 keeps its checkpoint bit for bit. Outputs come from the checkpoint as stored.
-        """
-        call = _Call(checkpoint, ring, new, reader, constants, out_dtype, writes_state=True)
-        call.flush(self.token_rule, start, length, rows, ctas, interpret)
-        return call.outputs(), call.state(), call.ring()
-
     def eager(
-        self, state: jax.Array, new: Ring, reader: jax.Array, constants: jax.Array | None, *,
-        out_dtype: Any = jnp.float32, ctas: int | None = None, interpret: Any = None,
+        self,
+        state: jax.Array,
+        new: Ring,
+        reader: jax.Array,
+        constants: jax.Array | None,
+        *,
+        out_dtype: Any = jnp.float32,
+        ctas: int = launch.EAGER_CTAS,
+        interpret: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Outputs [B, 1, H, V] and the new state of one eager step."""
         call = _Call(state, None, new, reader, constants, out_dtype, writes_state=True)
-        call.eager(self.token_rule, ctas, interpret)
+        zeros = jnp.zeros((state.shape[0],), jnp.int32)
+        plan = launch.plan(jnp.ones(zeros.shape, jnp.bool_), zeros, zeros)
+        call.fold(self.token_rule, plan, ctas, history=False, interpret=interpret)
         return call.outputs(), call.state()
 
     def step(
-        self, checkpoint: jax.Array, ring: Ring, new: Ring, reader: jax.Array, constants: jax.Array | None,
-        start: jax.Array, length: jax.Array, flush: jax.Array, *, out_dtype: Any = jnp.float32,
-        parameters: launch.LaunchParameters | None = None, interpret: Any = None,
+        self,
+        checkpoint: jax.Array,
+        ring: Ring,
+        new: Ring,
+        reader: jax.Array,
+        constants: jax.Array | None,
+        plan: tuple[jax.Array, jax.Array],
+        *,
+        out_dtype: Any = jnp.float32,
+        parameters: launch.LaunchParameters | None = None,
+        interpret: Any = None,
     ) -> tuple[jax.Array, jax.Array, Ring]:
-        """One replay step: rows with `flush` [B] fold their ring first; start and length are those before the flush.
+        """One replay step by `launch.plan(flush, start, length)`: the rows that flush fold their ring first.
 
-        Returns outputs [B, T, H, V], checkpoint and ring; the new tokens lie in the ring at positions
-        start + length .. start + length + T - 1. The cursors are the caller's.
+        Returns outputs [B, T, H, V], checkpoint and ring. Outputs of a flushing row come from its checkpoint
+        as stored; a flush of length 0 and a row that does not flush keep their checkpoint bit for bit. The
+        new tokens lie in the ring at positions start + length .. start + length + T - 1. The cursors are the
+        caller's to move.
         """
-        order, counts = launch.plan(flush)
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype, writes_state=True)
-        call.flush(self.token_rule, start, length, (order[::-1], counts[1:]), None, interpret)
-        call.window(self.window_rule, start, length, (order, counts[:1]), parameters, interpret)
+        parameters = call.parameters(parameters)
+        options = {"overlap": parameters.overlap, "interpret": interpret}
+        call.fold(self.token_rule, plan, parameters.flush_ctas, history=True, **options)
+        call.window(self.window_rule, plan, parameters, **options)
         return call.outputs(), call.state(), call.ring()
 
 
@@ -85,8 +100,15 @@ class _Call:
     """References of one call, shared by its kernels."""
 
     def __init__(
-        self, state: jax.Array, ring: Ring | None, new: Ring, reader: jax.Array, constants: jax.Array | None,
-        out_dtype: Any, *, writes_state: bool = False,
+        self,
+        state: jax.Array,
+        ring: Ring | None,
+        new: Ring,
+        reader: jax.Array,
+        constants: jax.Array | None,
+        out_dtype: Any,
+        *,
+        writes_state: bool = False,
     ) -> None:
         launch.require_jax()
         batch, heads, head_dim, d_state = state.shape
@@ -103,32 +125,33 @@ class _Call:
             values = jax.new_ref(ring[0].reshape(blocks, slots, tiles, TILE))
             keys = jax.new_ref(ring[1].reshape(blocks, slots, d_state))
             scalars = tuple(jax.new_ref(array) for array in ring[2:])
-        self.operands = dict(
-            out=jax.new_ref(lax.empty((batch, tokens, groups, tiles, TILE), out_dtype)),
-            state=jax.new_ref(state_view) if writes_state else state_view,
-            values=values,
-            keys=keys,
-            scalars=scalars,
-            new_values=new[0].reshape(blocks, tokens, tiles, TILE),
-            new_keys=new[1].reshape(blocks, tokens, d_state),
-            new_scalars=tuple(new[2:]),
-            reader=reader.reshape(blocks, tokens, d_state),
-            constants=constants,
-        )
+        self.operands = {
+            "out": jax.new_ref(lax.empty((batch, tokens, groups, tiles, TILE), out_dtype)),
+            "state": jax.new_ref(state_view) if writes_state else state_view,
+            "values": values,
+            "keys": keys,
+            "scalars": scalars,
+            "new_values": new[0].reshape(blocks, tokens, tiles, TILE),
+            "new_keys": new[1].reshape(blocks, tokens, d_state),
+            "new_scalars": tuple(new[2:]),
+            "reader": reader.reshape(blocks, tokens, d_state),
+            "constants": constants,
+        }
 
-    def window(self, rule: Recurrence, start: Any, length: Any, rows: Any, parameters: Any, interpret: Any) -> None:
-        operands = Operands(**self.operands, **launch.cursors(start, length, rows))
-        parameters = parameters or launch.window_parameters(None, self.geometry.tokens)
-        stream_window(rule, self.geometry, operands, parameters, interpret=interpret)
+    def parameters(self, given: launch.LaunchParameters | None) -> launch.LaunchParameters:
+        return given or launch.window_parameters(None, self.geometry.tokens)
 
-    def flush(self, rule: TokenRule, start: Any, length: Any, rows: Any, ctas: Any, interpret: Any) -> None:
-        operands = Operands(**self.operands, **launch.cursors(start, length, rows))
-        fold_tiles(rule, self.geometry, operands, ctas or launch.FLUSH_CTAS, history=True, interpret=interpret)
+    def window(
+        self, rule: Recurrence, plan: tuple, parameters: launch.LaunchParameters, **options: Any
+    ) -> None:
+        cursor, counts = plan
+        operands = Operands(**self.operands, cursor=cursor, counts=counts)
+        stream_window(rule, self.geometry, operands, parameters, **options)
 
-    def eager(self, rule: TokenRule, ctas: Any, interpret: Any) -> None:
-        zeros = jnp.zeros((self.geometry.batch,), jnp.int32)
-        operands = Operands(**self.operands, **launch.cursors(zeros, zeros, None))
-        fold_tiles(rule, self.geometry, operands, ctas or launch.EAGER_CTAS, history=False, interpret=interpret)
+    def fold(self, rule: TokenRule, plan: tuple, ctas: int, **options: Any) -> None:
+        cursor, counts = plan
+        operands = Operands(**self.operands, cursor=cursor, counts=counts)
+        fold_tiles(rule, self.geometry, operands, ctas, **options)
 
     def outputs(self) -> jax.Array:
         geo = self.geometry

@@ -1,0 +1,73 @@
+"""The compiled kernels on a GPU against the float64 loop: `pytest -m gpu tests/pallas_kernels`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.shapes import SHAPES
+from pallas_kernels import launch
+from tests.pallas_kernels import cases
+from tests.pallas_kernels.test_interpret import check_step
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = [1, 2, 4, 8]
+NAMES = ["super", "nano-4b", "q122", "qwen3.5-4b", "qwen3.5-27b", "qwen3.5-2b"]
+
+
+def draw(name, tokens, buffer_length=16, **options):
+    slots = launch.ring_slots(buffer_length, tokens)
+    shape = SHAPES[name]
+    return cases.draw(shape, batch=4, tokens=tokens, buffer_length=buffer_length, slots=slots, **options)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", NAMES)
+def test_step_is_the_float64_loop(name, tokens):
+    check_step(draw(name, tokens, seed=tokens), [True, False, True, False])
+
+
+@pytest.mark.parametrize("buffer_length", [8, 32])
+@pytest.mark.parametrize("name", ["super", "q122"])
+def test_step_at_other_buffer_lengths(name, buffer_length):
+    check_step(draw(name, 1, buffer_length), [False, True, False, True])
+
+
+@pytest.mark.parametrize("name", ["super", "q122"])
+def test_step_with_float32_inputs(name):
+    check_step(draw(name, 1, activation=jnp.float32), [True, False, True, False])
+
+
+@pytest.mark.parametrize(("state", "bound"), [(jnp.bfloat16, 4e-3), (jnp.float16, 5e-4)])
+@pytest.mark.parametrize("name", ["super", "q122"])
+def test_step_with_a_half_width_state(name, state, bound):
+    case = draw(name, 2, state=state)
+    flush = np.array([True, False, True, False])
+    plan = launch.plan(jnp.asarray(flush), case.start, case.length)
+    outputs, checkpoint, _ = jax.jit(case.kernels.step)(*case.arguments()[:5], plan)
+    wanted, folded = cases.truth(case)
+    assert cases.error(outputs[~flush], wanted[~flush]) < 1e-6
+    assert cases.error(outputs[flush], wanted[flush]) < bound
+    assert cases.error(checkpoint[flush], folded[flush]) < bound
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eager_step_is_the_float64_loop(name):
+    case = draw(name, 1, buffer_length=1)
+    wanted, _ = cases.truth(case)
+    outputs, _ = jax.jit(case.kernels.eager)(case.checkpoint, case.new, case.reader, case.constants)
+    assert cases.error(outputs, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["super", "q122"])
+def test_step_is_in_place(name):
+    case = draw(name, 1)
+    plan = launch.plan(jnp.zeros((4,), jnp.bool_), case.start, case.length)
+    step = functools.partial(jax.jit, donate_argnums=(0, 1))(case.kernels.step)
+    memory = step.lower(*case.arguments()[:5], plan).compile().memory_analysis()
+    buffers = sum(array.nbytes for array in (case.checkpoint, *case.ring))
+    assert memory.alias_size_in_bytes == buffers
+    assert memory.temp_size_in_bytes < case.checkpoint.nbytes

@@ -1,0 +1,110 @@
+"""The kernels in the Mosaic interpreter, on small shapes, against the float64 loop; needs no GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.shapes import Shape
+from pallas_kernels import launch
+from tests.pallas_kernels import cases
+
+old = launch.jax_version() < launch.MINIMUM_JAX
+needs_interpreter = pytest.mark.skipif(old, reason="the interpreter runs the kernels from jax 0.11.2 on")
+
+SMALL = {
+    "mamba2": Shape(recurrence="mamba2", groups=2, heads=4, head_dim=32, d_state=64),
+    "mamba2-head-80": Shape(recurrence="mamba2", groups=1, heads=4, head_dim=80, d_state=64),
+    "gated_delta": Shape(recurrence="gated_delta", groups=2, heads=4, head_dim=64, d_state=128),
+}
+SLOW = pytest.mark.slow
+
+
+def interpreter(detect_races=False):
+    return launch.mosaic_gpu().InterpretGPUParams(detect_races=detect_races)
+
+
+def check_step(case, flush, **options):
+    wanted, folded = cases.truth(case)
+    plan = launch.plan(jnp.asarray(flush), case.start, case.length)
+    call = functools.partial(case.kernels.step, **options)
+    call = call if options else jax.jit(call)
+    outputs, checkpoint, ring = call(*case.arguments()[:5], plan)
+    assert cases.error(outputs, wanted) < 1e-6
+    flush = np.asarray(flush)
+    before = np.asarray(case.checkpoint.astype(jnp.float32))
+    after = np.asarray(checkpoint.astype(jnp.float32))
+    np.testing.assert_array_equal(after[~flush], before[~flush])
+    empty = np.asarray(case.length) == 0
+    np.testing.assert_array_equal(after[empty], before[empty])
+    if (flush & ~empty).any():
+        assert cases.error(after[flush], folded[flush]) < 1e-6
+    for got, want in zip(ring, cases.appended(case), strict=True):
+        np.testing.assert_array_equal(np.asarray(got.astype(jnp.float32)), want)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("name", "tokens", "dtypes"),
+    [
+        ("mamba2", 1, {}),
+        ("gated_delta", 2, {}),
+        pytest.param("mamba2-head-80", 2, {}, marks=SLOW),
+        pytest.param("gated_delta", 1, {}, marks=SLOW),
+        pytest.param("gated_delta", 3, {"activation": jnp.float32}, marks=SLOW),
+        pytest.param("mamba2", 4, {"activation": jnp.float32}, marks=SLOW),
+    ],
+)
+def test_step_is_the_float64_loop(name, tokens, dtypes):
+    case = cases.draw(SMALL[name], batch=3, tokens=tokens, buffer_length=7, slots=8, seed=tokens, **dtypes)
+    check_step(
+        case,
+        [True, False, True],
+        interpret=interpreter(),
+        parameters=launch.LaunchParameters(2, 2, 8),
+    )
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta"])
+def test_eager_step_is_the_float64_loop(name):
+    case = cases.draw(SMALL[name], batch=2, tokens=1, buffer_length=1, slots=8)
+    wanted, _ = cases.truth(case)
+    outputs, state = case.kernels.eager(
+        case.checkpoint, case.new, case.reader, case.constants, interpret=interpreter()
+    )
+    assert cases.error(outputs, wanted) < 1e-6
+    assert state.shape == case.checkpoint.shape
+
+
+def test_old_jax_is_refused_in_a_sentence():
+    if not old:
+        launch.require_jax()
+        return
+    draw = functools.partial(cases.draw, SMALL["mamba2"], batch=1, tokens=1, buffer_length=1, slots=8)
+    shapes = jax.eval_shape(lambda: draw().arguments())
+    arguments = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
+    with pytest.raises(launch.Unsupported, match=r"need jax >= 0\.11\.2, this is jax"):
+        cases.KERNELS["mamba2"].window(*arguments)
+
+
+@needs_interpreter
+def test_sizes_that_cannot_be_served_are_refused_with_the_sizes():
+    odd = Shape(recurrence="mamba2", groups=1, heads=6, head_dim=24, d_state=18)
+    draw = functools.partial(cases.draw, odd, batch=1, tokens=1, buffer_length=1, slots=8)
+    shapes = jax.eval_shape(lambda: draw().arguments())
+    arguments = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
+    with pytest.raises(launch.Unsupported, match="multiple of 64, got 6 x 24"):
+        cases.KERNELS["mamba2"].window(*arguments)
+
+
+def test_plan_puts_flushing_rows_last():
+    index = jnp.arange(5, dtype=jnp.int32)
+    cursor, counts = jax.jit(launch.plan)(
+        jnp.asarray([True, False, True, False, False]), index + 10, index + 20
+    )
+    assert counts.tolist() == [3, 2]
+    assert cursor.tolist() == [[row, row + 10, row + 20, 0] for row in (1, 3, 4, 0, 2)]

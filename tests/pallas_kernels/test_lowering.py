@@ -1,0 +1,82 @@
+"""Every kernel lowers to CUDA at the published shapes on a machine without a GPU (jax >= 0.11.2)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bench.shapes import SHAPES
+from pallas_kernels import launch
+from tests.pallas_kernels import cases
+
+pytestmark = pytest.mark.skipif(
+    launch.jax_version() < launch.MINIMUM_JAX, reason="the kernels lower from jax 0.11.2 on"
+)
+
+MORE = [
+    ("super", 1),
+    ("qwen3.5-4b", 1),
+    ("super", 4),
+    ("nano-4b", 8),
+    ("q122", 4),
+    ("qwen3.5-27b", 2),
+    ("nano-30b", 1),
+    ("ultra", 1),
+    ("qwen3.5-2b", 1),
+]
+ALL = [("nano-4b", 1), ("q122", 1)]
+
+
+def lower(name, tokens, *, batch=256, **dtypes):
+    shape = SHAPES[name]
+    slots = launch.ring_slots(16, tokens)
+    draw = functools.partial(
+        cases.draw, shape, batch=batch, tokens=tokens, buffer_length=16, slots=slots, **dtypes
+    )
+    arguments = jax.eval_shape(lambda: draw().arguments())
+    kernels = cases.KERNELS[shape.recurrence]
+    plan = jax.ShapeDtypeStruct((batch, 4), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    jax.jit(kernels.step, donate_argnums=(0, 1)).trace(*arguments[:5], plan).lower(
+        lowering_platforms=("cuda",)
+    )
+    if tokens == 1:
+        state, _, new, reader, constants = arguments[:5]
+        jax.jit(kernels.eager, donate_argnums=0).trace(state, new, reader, constants).lower(
+            lowering_platforms=("cuda",)
+        )
+
+
+@pytest.mark.parametrize(("name", "tokens"), ALL)
+def test_kernels_lower_to_cuda(name, tokens):
+    lower(name, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tokens"), MORE)
+def test_kernels_lower_to_cuda_at_more_shapes(name, tokens):
+    lower(name, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["super", "q122"])
+def test_kernels_lower_to_cuda_with_float32_inputs(name):
+    lower(name, 1, activation=jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["super", "q122"])
+def test_kernels_lower_to_cuda_with_a_half_width_state(name, state):
+    lower(name, 1, state=state)
+
+
+def test_persistent_grids_are_resident():
+    """Two CTAs a multiprocessor where they fit; otherwise one, with as many stages as fit."""
+    from pallas_kernels.pipeline import CTA_SHARED_BYTES, SMS, fit
+
+    wide = launch.LaunchParameters(2 * SMS, 2)
+    assert fit(wide, lambda stages: 20_000 + 40_000 * stages) == (2 * SMS, 2)
+    assert fit(wide, lambda stages: 50_000 + 40_000 * stages) == (SMS, 4)
+    ctas, stages = fit(wide, lambda stages: 60_000 + 60_000 * stages)
+    assert ctas == SMS and 60_000 + 60_000 * stages <= CTA_SHARED_BYTES
