@@ -68,6 +68,8 @@ def kernel_times(function: Any, arguments: tuple, repeats: int) -> np.ndarray:
     from jax.experimental.mosaic.gpu import profiler
 
     _, launches = profiler.measure(jax.jit(function), aggregate=False, iterations=repeats)(*arguments)
+    if launches is None:
+        raise RuntimeError("no kernel ran on a GPU")
     return np.array([sum(ms for name, ms in one if "mosaic" in name) * 1e3 for one in launches])
 
 
@@ -177,7 +179,7 @@ def table(records: list[dict]) -> str:
 
 def main() -> None:
     """Command line; prints a table last and writes the result file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--commit", required=True)
     parser.add_argument("--shapes", default="super,nano-4b,q122,qwen3.5-4b")
     parser.add_argument("--batches", default="256")

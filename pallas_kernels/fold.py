@@ -120,13 +120,13 @@ def fold_tiles(
     def body(
         *refs: Any, values: Any = None, keys: Any = None, scalars: tuple = (), barrier: Any = None
     ) -> None:
-        out, state, *refs = refs
+        out, state, *rest = refs
         if history:
-            values_ring, keys_ring, *refs = refs
-            scalar_rings, refs = refs[: rule.scalars], refs[rule.scalars :]
-        values_in, keys_in, *refs = refs
-        scalars_in, refs = refs[: rule.scalars], refs[rule.scalars :]
-        reader_in, cursor_in, counts_in, *constants_in = refs
+            values_ring, keys_ring, *rest = rest
+            scalar_rings, rest = rest[: rule.scalars], rest[rule.scalars :]
+        values_in, keys_in, *rest = rest
+        scalars_in, rest = rest[: rule.scalars], rest[rule.scalars :]
+        reader_in, cursor_in, counts_in, *constants_in = rest
         if fused and history:
             pin_plain(plgpu, [values, keys, *scalars])
         if overlap and fused:

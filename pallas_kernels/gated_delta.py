@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fold import Tile, TokenRule, one_by_one
+from pallas_kernels.launch import TILE, Unsupported
 from pallas_kernels.pipeline import (
     Geometry,
     Group,
@@ -149,6 +150,18 @@ def _coefficients(group: Group) -> None:
         group.readers.at[t, h][...] = reader
 
 
+def _check(geo: Geometry) -> None:
+    if geo.head_dim % TILE or geo.d_state % 128:
+        raise Unsupported(
+            f"Gated DeltaNet needs head_dim a multiple of {TILE} and key dimension a multiple of 128, "
+            f"got {geo.head_dim} and {geo.d_state}"
+        )
+    if geo.group_heads * geo.tokens > 32:
+        raise Unsupported(
+            f"value heads of a key head times window may be at most 32, got {geo.group_heads} x {geo.tokens}"
+        )
+
+
 def _scratch(plgpu: Any, geo: Geometry) -> dict:
     # Small rows share a buffer, since every buffer takes a multiple of 1 KB: first k . q, then the decays of
     # the queries.
@@ -171,8 +184,14 @@ def _output(tile: Tile, readout: jax.Array, value: jax.Array) -> jax.Array:
 
 
 KERNELS = Kernels(
+    name="gated_delta",
     window_rule=Recurrence(
-        scalars=2, head_constants=0, shared_reader=False, coefficients=_coefficients, scratch=_scratch
+        scalars=2,
+        head_constants=0,
+        shared_reader=False,
+        coefficients=_coefficients,
+        scratch=_scratch,
+        check=_check,
     ),
     token_rule=TokenRule(
         token=_token, output=_output, history=one_by_one(_token), scalars=2, head_constants=0

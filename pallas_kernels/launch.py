@@ -26,18 +26,20 @@ class LaunchParameters:
     overlap: bool = False
 
 
-# Measured by `python -m bench.kernel_decode --sweep` on one H200; kept a device kind so that others can be
-# added.
-_WINDOW_TABLE = {
-    "NVIDIA H200": {1: LaunchParameters(264, 2), 2: LaunchParameters(264, 2), 4: LaunchParameters(132, 4)},
+# Measured on one H200 (bench/NOTES.md): by device kind, recurrence and largest window that an entry serves.
+_TABLE = {
+    "NVIDIA H200": {
+        "mamba2": {2: LaunchParameters(264, 2, granule=4), 8: LaunchParameters(132, 4)},
+        "gated_delta": {2: LaunchParameters(264, 2), 8: LaunchParameters(132, 4)},
+    },
 }
 _DEFAULT_KIND = "NVIDIA H200"
 
 
-def window_parameters(kind: str | None, tokens: int) -> LaunchParameters:
-    """Launch parameters of the window kernel for a device kind (None: the default) and a token count."""
-    table = _WINDOW_TABLE.get(kind or _DEFAULT_KIND, _WINDOW_TABLE[_DEFAULT_KIND])
-    return table[min(size for size in (*table, max(table)) if size >= min(tokens, max(table)))]
+def step_parameters(kind: str | None, recurrence: str, tokens: int) -> LaunchParameters:
+    """Launch parameters of a step for a device kind (None or unknown: the default), recurrence and window."""
+    table = _TABLE.get(kind or _DEFAULT_KIND, _TABLE[_DEFAULT_KIND])[recurrence]
+    return table[min(size for size in table if size >= tokens)]
 
 
 # One tile a CTA: many short CTAs write the state faster than a persistent grid.

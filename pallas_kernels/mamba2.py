@@ -108,6 +108,7 @@ def _history(tile: Tile, state: jax.Array, length: jax.Array, read: Any, read_sc
 
 
 KERNELS = Kernels(
+    name="mamba2",
     window_rule=MAMBA2,
     token_rule=TokenRule(token=_token, output=_output, history=_history, scalars=1, head_constants=2),
 )

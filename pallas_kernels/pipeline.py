@@ -9,6 +9,7 @@ tokens. Then
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.launch import TILE, LaunchParameters, Unsupported, mosaic_gpu
+from pallas_kernels.launch import MAX_ELEMENTS, TILE, LaunchParameters, Unsupported, mosaic_gpu
 
 NEW_SLOTS = 8
 # Hopper: multiprocessors of an H100 or H200, shared memory of one, and the most that one CTA may take.
@@ -82,6 +83,9 @@ class Geometry:
             raise Unsupported(f"the ring must have 8 to 56 slots in steps of 8, got {self.ring}")
         if not 1 <= self.tokens <= NEW_SLOTS:
             raise Unsupported(f"the window must have 1 to {NEW_SLOTS} tokens, got {self.tokens}")
+        elements = self.batch * self.heads * self.head_dim * self.d_state
+        if elements >= MAX_ELEMENTS:
+            raise Unsupported(f"a layer's state may have fewer than 2^31 elements, got {elements}")
         if self.tiles > 256:
             raise Unsupported(f"a group may have at most {256 * TILE} state rows, got {self.tiles * TILE}")
 
@@ -142,10 +146,8 @@ def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array
     code.
     """
     if not fused:
-        return sum(
-            jnp.sum(matrix * lax.broadcast_in_dim(vector, matrix.shape, (1,)), axis=1)
-            for matrix, vector in pairs
-        )
+        terms = [jnp.sum(m * lax.broadcast_in_dim(v, m.shape, (1,)), axis=1) for m, v in pairs]
+        return functools.reduce(jnp.add, terms)
 
     import numpy as np
     from jax.experimental.mosaic.gpu import FragmentedArray
@@ -159,11 +161,9 @@ def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array
         return_type=plgpu.ShapeDtypeStruct((pairs[0][0].shape[0], columns), jnp.float32, layout=layout),
     )
     def multiply(_, *operands):
-        total = None
+        total = np.full_like(operands[0].registers[:, :1], None)
         for matrix, vector in zip(operands[::2], operands[1::2], strict=True):
             wide = vector.broadcast_in_dim(matrix.shape, (1,), matrix.layout)
-            if total is None:
-                total = np.full_like(matrix.registers[:, :1], None)
             for index in np.ndindex(matrix.registers.shape):
                 at = (index[0], 0, *index[2:])
                 value, factor = matrix.registers[index], wide.registers[index]
@@ -239,7 +239,8 @@ class Recurrence:
     scalars: number of float32 [B, R, H] rings. head_constants: number of float32 [H] rows of the constants
     array. shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients`
     writes it. coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers
-    from one group's data. scratch(geometry): extra SMEM buffers of `coefficients`.
+    from one group's data. scratch(geometry): extra SMEM buffers of `coefficients`. check(geometry): raises
+    `Unsupported` on sizes that it cannot serve.
     """
 
     scalars: int
@@ -247,6 +248,7 @@ class Recurrence:
     shared_reader: bool
     coefficients: Callable[["Group"], None]
     scratch: Callable[[Any, Geometry], dict] = lambda plgpu, geometry: {}
+    check: Callable[[Geometry], None] = lambda geometry: None
 
 
 @dataclasses.dataclass
@@ -311,6 +313,7 @@ def stream_window(
     """
     plgpu = mosaic_gpu()
     geometry.check()
+    recurrence.check(geometry)
     geo = geometry
     fused = interpret is None
     ring, tokens, tiles, groups = geo.ring, geo.tokens, geo.tiles, geo.groups
@@ -356,7 +359,9 @@ def stream_window(
     else:
         scratch["readers"] = plgpu.SMEM((tokens, geo.group_heads, geo.d_state), jnp.float32)
     scratch["extra"] = recurrence.scratch(plgpu, geo)
-    ctas, stages = fit(launch, lambda stages: shared_bytes((scratch, staged(stages))))
+    # A stage is a tile: of a state half as wide, twice as many keep the same bytes in flight.
+    deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
+    ctas, stages = fit(deeper, lambda stages: shared_bytes((scratch, staged(stages))))
     ctas = min(ctas, geo.batch * groups * tiles)
     listed = min(geo.batch, -(-geo.batch // ctas) + 2)
     scratch |= staged(stages)
@@ -382,11 +387,11 @@ def stream_window(
         readers: Any = None,
         extra: Any = None,
     ) -> None:
-        out, state_in, values_ring, keys_ring, *refs = refs
-        scalar_rings, refs = refs[: recurrence.scalars], refs[recurrence.scalars :]
-        values_in, keys_in, *refs = refs
-        scalars_in, refs = refs[: recurrence.scalars], refs[recurrence.scalars :]
-        reader_in, cursor_in, counts_in, *constants_in = refs
+        out, state_in, values_ring, keys_ring, *rest = refs
+        scalar_rings, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
+        values_in, keys_in, *rest = rest
+        scalars_in, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
+        reader_in, cursor_in, counts_in, *constants_in = rest
 
         if fused:
             plain = (values, new_values, keys, reader, weights, constants, scale, readers)
@@ -540,7 +545,7 @@ def stream_window(
                 return plgpu.layout_cast(sums, layout.reduce(1)) if fused else sums
 
             for t in range(tokens):
-                result = None
+                result: Any = None
                 for k in range(geo.tile_heads):
                     h = jnp.minimum(head + k, geo.group_heads - 1) if geo.tile_heads > 1 else head
                     weight = plgpu.load(

@@ -26,6 +26,7 @@ Ring = tuple[jax.Array, ...]
 class Kernels:
     """The two rules of a recurrence and the calls made of them."""
 
+    name: str
     window_rule: Recurrence
     token_rule: TokenRule
 
@@ -47,7 +48,7 @@ class Kernels:
         appended."""
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype)
         plan = launch.plan(jnp.zeros(start.shape, jnp.bool_), start, length)
-        call.window(self.window_rule, plan, call.parameters(parameters), interpret=interpret)
+        call.window(self.window_rule, plan, call.parameters(parameters, self.name), interpret=interpret)
         return call.outputs(), call.ring()
 
     def eager(
@@ -89,7 +90,7 @@ class Kernels:
         caller's to move.
         """
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype, writes_state=True)
-        parameters = call.parameters(parameters)
+        parameters = call.parameters(parameters, self.name)
         options = {"overlap": parameters.overlap, "interpret": interpret}
         call.fold(self.token_rule, plan, parameters.flush_ctas, history=True, **options)
         call.window(self.window_rule, plan, parameters, **options)
@@ -116,7 +117,7 @@ class _Call:
         slots = launch.GRANULE if ring is None else ring[0].shape[2]
         self.geometry = geo = Geometry(batch, groups, heads, head_dim, d_state, slots, tokens)
         geo.check()
-        self.shapes = state.shape, None if ring is None else tuple(array.shape for array in ring)
+        self.shapes = state.shape, () if ring is None else tuple(array.shape for array in ring)
         blocks, tiles = batch * groups, geo.tiles
         state_view = state.reshape(blocks * tiles, TILE, d_state)
         values = keys = None
@@ -138,8 +139,8 @@ class _Call:
             "constants": constants,
         }
 
-    def parameters(self, given: launch.LaunchParameters | None) -> launch.LaunchParameters:
-        return given or launch.window_parameters(None, self.geometry.tokens)
+    def parameters(self, given: launch.LaunchParameters | None, name: str) -> launch.LaunchParameters:
+        return given or launch.step_parameters(None, name, self.geometry.tokens)
 
     def window(
         self, rule: Recurrence, plan: tuple, parameters: launch.LaunchParameters, **options: Any
