@@ -1,8 +1,9 @@
 """Decode speed on a CPU, side by side with transformers on the same checkpoint, threads and precision.
 
-Greedy decoding of `--new-tokens` tokens after a short prompt, end-of-sequence ignored, float32 weights and activations.
-Replay, eager and transformers take turns within every repeat. Records: `model`, `batch`, `method` (`replay`, `eager`,
-`peer:transformers`), `tokens_per_second` (median), `spread` ([p10, p90]), `threads`. Needs the extra `parity`.
+Greedy decoding of `--new-tokens` tokens after a short prompt, end-of-sequence ignored, float32 weights and
+activations. Replay, eager and transformers take turns within every repeat. Records: `model`, `batch`, `method`
+(`replay`, `eager`, `peer:transformers`), `tokens_per_second` (median), `spread` ([p10, p90]), `threads`. Needs the
+extra `parity`.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +43,7 @@ def transformers_peer(path: Path, prompts, new_tokens: int, threads: int) -> Cal
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokens = torch.tensor(prompts)
     options = {
         "max_new_tokens": new_tokens,
@@ -114,9 +116,8 @@ def main() -> None:
             records = measure(name, batch, args.new_tokens, args.repeats, threads)
             result["records"] += records
             replay, eager, peer = (record["tokens_per_second"] for record in records)
-            print(
-                f"{name:18}{batch:6}{replay:10.0f}{eager:10.0f}{peer:14.0f}{replay / peer:8.2f}{replay / eager:14.2f}"
-            )
+            rates = f"{replay:10.0f}{eager:10.0f}{peer:14.0f}"
+            print(f"{name:18}{batch:6}{rates}{replay / peer:8.2f}{replay / eager:14.2f}")
     result_file.write(result, args.out)
 
 

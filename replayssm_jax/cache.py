@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.numerics import hash_uint32
@@ -201,7 +202,7 @@ def init_cache(
 def _checked_flush_at(flush_at, batch: int, replay: ReplayConfig):
     if flush_at is None:
         return replay.buffer_length
-    if isinstance(flush_at, jax.core.Tracer):
+    if isinstance(flush_at, Tracer):
         return flush_at
     values = np.asarray(flush_at)
     if values.dtype.kind not in "iu" or values.shape not in ((), (batch,)):
@@ -238,7 +239,7 @@ def cache_bytes(
 def check_usable(cache: Cache, name: str = "cache") -> None:
     """Raises ValueError when a buffer of `cache` was donated to an earlier call."""
     for leaf in jax.tree.leaves(cache):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(
                 f"The {name} was donated to an earlier prefill, step, commit, insert or reset; "
                 "use the cache which that call returned."

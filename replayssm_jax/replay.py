@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32
 
 from replayssm_jax.cache import Cache, RecurrentLayer, check_usable, static
@@ -261,7 +262,7 @@ def prefill(model, tokens, lengths, cache: Cache, *, return_hidden: bool = False
     check_usable(cache)
     tokens = _tokens(tokens, cache)
     lengths = _integers(lengths, (cache.batch,), "lengths")
-    if not any(isinstance(item, jax.core.Tracer) for item in (lengths, cache.start)):
+    if not any(isinstance(item, Tracer) for item in (lengths, cache.start)):
         counts, position = np.asarray(lengths), np.asarray(cache.position)
         if counts.min() < 0 or counts.max() > tokens.shape[1]:
             raise ValueError(f"lengths must lie in 0..{tokens.shape[1]}, got {counts.tolist()}.")
