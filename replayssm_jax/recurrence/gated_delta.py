@@ -10,18 +10,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from replayssm_jax.recurrence.layout import (
-    grouped,
-    outputs_by_token,
+    add_products,
+    einsum,
+    heads_first,
     per_head,
-    state_by_group,
-    values_by_group,
+    read_state,
+    values_by_head,
 )
 from replayssm_jax.recurrence.segment import (
-    einsum,
-    in_age_order,
+    at_slots,
+    causal,
+    fold_rows,
+    forward_substitution,
+    prefix_sum,
     scan_chunks,
     segment_sum,
-    select_rows,
+    slot_age,
     suffix_sum,
 )
 
@@ -83,68 +87,62 @@ def eager_step(
 ) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H V K"]]:
     """Advances the state by one token and reads it with `reader` (q, normalised and scaled by K^-0.5)."""
     # One product reads the old state twice; a state that is never reshaped is updated in place by XLA.
-    batch, count, head_dim, _ = state.shape
-    v = inputs.v.astype(jnp.float32).reshape(batch, count, head_dim)
-    k, q = (per_head(field[:, :, 0].astype(jnp.float32), count) for field in (inputs.k, reader))
-    alpha, beta = jnp.exp(inputs.log_decay[:, 0, :, None]), inputs.beta[:, 0, :, None]
-    read = einsum("bhvk,bhtk->bhtv", state, jnp.stack([k, q], axis=2))
+    count, head_dim = state.shape[1:3]
+    v = values_by_head(inputs.v, head_dim)[:, :, 0]
+    k, q = per_head(inputs.k, count), per_head(reader, count)
+    alpha, beta = jnp.exp(heads_first(inputs.log_decay)), heads_first(inputs.beta)
+    read = read_state(state, jnp.concatenate([k, q], axis=2))
     u = beta * (v - alpha * read[:, :, 0])
-    outputs = alpha * read[:, :, 1] + u * jnp.sum(k * q, axis=-1, keepdims=True)
-    return outputs[:, None], alpha[..., None] * state + u[..., None] * k[:, :, None]
-
-
-def _interactions(inputs: Inputs, decay: Float32[Array, "B G M T T"]) -> Float32[Array, "B G M T T"]:
-    """Returns A_ij = beta_i decay(i, j) (k_i . k_j) for j < i, zero elsewhere."""
-    groups, tokens = inputs.k.shape[1:3]
-    k = inputs.k.astype(jnp.float32)
-    gram = einsum("bgik,bgjk->bgij", k, k)[:, :, None]
-    earlier = jnp.tril(jnp.ones((tokens, tokens), bool), -1)[None, None, None]
-    return jnp.where(earlier, grouped(inputs.beta, groups)[..., None] * decay * gram, 0.0)
+    outputs = alpha * read[:, :, 1] + u * jnp.sum(k * q, axis=-1)
+    return outputs[:, None], alpha[..., None] * state + u[..., None] * k
 
 
 def _updates(
-    state: Float32[Array, "B H V K"],
-    inputs: Inputs,
-    interactions: Float32[Array, "B G M T T"],
-    carry_decay: Float32[Array, "B G M T"],
-) -> Float32[Array, "B G M T V"]:
-    """Returns all update vectors, U = (I + A)^-1 diag(beta) (V - diag(P) K S^T) (the WY form)."""
-    groups = inputs.k.shape[1]
-    carried = einsum("bgik,bgmvk->bgmiv", inputs.k.astype(jnp.float32), state_by_group(state, groups))
-    right = values_by_group(inputs.v, state.shape[2]) - carry_decay[..., None] * carried
-    right = grouped(inputs.beta, groups)[..., None] * right
-    return jax.lax.linalg.triangular_solve(
-        interactions, right, left_side=True, lower=True, unit_diagonal=True
-    )
+    state: Float32[Array, "B H V K"], inputs: Inputs, decay: Float32[Array, "B H T T"]
+) -> tuple[Float32[Array, "B H T T"], Float32[Array, "B H T V"]]:
+    """Returns A_ij = beta_i decay(i, j) (k_i . k_j) for j < i and diag(beta) (V - diag(P) K S^T).
+
+    The update vectors of all tokens are U = (I + A)^-1 times the latter (the WY form).
+    """
+    count, head_dim = state.shape[1:3]
+    k, beta = inputs.k.astype(jnp.float32), heads_first(inputs.beta)[..., None]
+    gram = per_head(einsum("bgik,bgjk->bgij", k, k), count)
+    interactions = jnp.where(causal(k.shape[2], itself=False), beta * decay * gram, 0.0)
+    carry = jnp.exp(prefix_sum(heads_first(inputs.log_decay)))[..., None]
+    carried = carry * read_state(state, per_head(k, count))
+    return interactions, beta * (values_by_head(inputs.v, head_dim) - carried)
 
 
-def _absorb(
-    state: Float32[Array, "B H V K"], inputs: Inputs, updates: Float32[Array, "B G M T V"]
+def _after(
+    state: Float32[Array, "B H V K"], inputs: Inputs, updates: Float32[Array, "B H T V"]
 ) -> Float32[Array, "B H V K"]:
     """Returns exp(total) S + sum_j exp(sum after j) u_j k_j^T, the state after all the tokens."""
-    groups = inputs.k.shape[1]
-    log_decay = grouped(inputs.log_decay, groups)
+    log_decay = heads_first(inputs.log_decay)
     weighted = jnp.exp(suffix_sum(log_decay))[..., None] * updates
-    added = einsum("bgmtv,bgtk->bgmvk", weighted, inputs.k.astype(jnp.float32))
     total = jnp.exp(jnp.sum(log_decay, axis=-1))[..., None, None]
-    return (total * state_by_group(state, groups) + added).reshape(state.shape)
+    return add_products(total * state, weighted, per_head(inputs.k, state.shape[1]))
+
+
+def _absorb(state: Float32[Array, "B H V K"], inputs: Inputs) -> Float32[Array, "B H V K"]:
+    """Returns the state after the few tokens of a ring."""
+    decay = jnp.exp(segment_sum(heads_first(inputs.log_decay)))
+    return _after(state, inputs, forward_substitution(*_updates(state, inputs, decay)))
 
 
 def _chunk(
     state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B G T K"]
-) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
-    groups, tokens = reader.shape[1:3]
-    q = reader.astype(jnp.float32)
-    log_decay = grouped(inputs.log_decay, groups)
+) -> tuple[Float32[Array, "B H T V"], Float32[Array, "B H V K"]]:
+    log_decay, q = heads_first(inputs.log_decay), reader.astype(jnp.float32)
     decay = jnp.exp(segment_sum(log_decay))
-    carry_decay = jnp.exp(jnp.cumsum(log_decay, axis=-1))
-    updates = _updates(state, inputs, _interactions(inputs, decay), carry_decay)
-    causal = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None, None]
-    scores = einsum("bgik,bgjk->bgij", q, inputs.k.astype(jnp.float32))[:, :, None]
-    weights = jnp.where(causal, decay * scores, 0.0)
-    carried = einsum("bgik,bgmvk->bgmiv", q, state_by_group(state, groups))
-    outputs = carry_decay[..., None] * carried + einsum("bgmij,bgmjv->bgmiv", weights, updates)
-    return outputs_by_token(outputs), _absorb(state, inputs, updates)
+    interactions, right = _updates(state, inputs, decay)
+    updates = jax.lax.linalg.triangular_solve(
+        interactions, right, left_side=True, lower=True, unit_diagonal=True
+    )
+    scores = per_head(einsum("bgik,bgjk->bgij", q, inputs.k.astype(jnp.float32)), state.shape[1])
+    weights = jnp.where(causal(q.shape[2], itself=True), decay * scores, 0.0)
+    carried = read_state(state, per_head(q, state.shape[1]))
+    outputs = jnp.exp(prefix_sum(log_decay))[..., None] * carried
+    return outputs + einsum("bhij,bhjv->bhiv", weights, updates), _after(state, inputs, updates)
 
 
 def prefill(
@@ -175,9 +173,10 @@ def window(
 ) -> Float32[Array, "B T H V"]:
     """Reads the last T tokens from the checkpoint and the ring without forming a state.
 
-    The adjoint form solves W (I + A) = F. With c_ij = W_ij beta_j and z_i = P_i q_i - sum_j c_ij P_j k_j the
-    output is O_i = sum_j c_ij v_j + S z_i: the state is read T times, whatever the number of tokens in the
-    ring.
+    The adjoint form: from the newest token to the oldest, c_j = beta_j k_j . z and
+    z <- alpha_j (z - c_j k_j), with z = q at first; then the output is sum_j c_j v_j + S z. The state is read
+    T times, whatever the number of tokens in the ring. Only the products k_r . z are followed, with the help
+    of k_r . k_j, and z is put together at the end: z = P q - sum_j c_j P_j k_j, P_j = alpha_0 .. alpha_j.
 
     Args:
       checkpoint: state before token `start`.
@@ -187,29 +186,37 @@ def window(
       heads: constants of the heads.
       start, length: cursors of every row.
     """
-    groups, tokens = reader.shape[1:3]
+    count, head_dim = checkpoint.shape[1:3]
     slots = ring.k.shape[2]
-    index = jnp.arange(slots, dtype=jnp.int32)
-    last = length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
-    seen = (index[None, None, :] <= last[:, :, None])[:, None, None]  # [B, 1, 1, T, R]
-    ordered = in_age_order(ring, start, length + tokens)
-    k, q = ordered.k.astype(jnp.float32), reader.astype(jnp.float32)
-    log_decay = grouped(ordered.log_decay, groups)
-    sums = segment_sum(log_decay)
-    rows = jnp.broadcast_to(last[:, None, None, :, None], (*log_decay.shape[:3], tokens, slots))
-    decay = jnp.exp(jnp.take_along_axis(sums, rows, axis=-2, mode="promise_in_bounds"))
-    scores = einsum("bgtk,bgrk->bgtr", q, k)[:, :, None]
-    weights = jnp.where(seen, decay * scores, 0.0)
-    solved = jax.lax.linalg.triangular_solve(
-        _interactions(ordered, jnp.exp(sums)), weights, left_side=False, lower=True, unit_diagonal=True
-    )
-    coefficients = jnp.where(seen, solved * grouped(ordered.beta, groups)[:, :, :, None, :], 0.0)
-    carry_decay = jnp.exp(jnp.cumsum(log_decay, axis=-1))
-    read_decay = jnp.exp(jnp.sum(jnp.where(seen, log_decay[:, :, :, None, :], 0.0), axis=-1))
-    z = read_decay[..., None] * q[:, :, None]
-    z = z - einsum("bgmtr,bgrk->bgmtk", coefficients * carry_decay[:, :, :, None, :], k)
-    outputs = einsum("bgmtr,bgmrv->bgmtv", coefficients, values_by_group(ordered.v, checkpoint.shape[2]))
-    return outputs_by_token(outputs + einsum("bgmtk,bgmvk->bgmtv", z, state_by_group(checkpoint, groups)))
+    ages = jnp.arange(slots, dtype=jnp.int32)[None, :]
+    age = slot_age(start, slots)
+    last = length[:, None] + jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :]
+    seen = age[:, None, :] <= last[:, :, None]
+    k, q = ring.k.astype(jnp.float32), reader.astype(jnp.float32)
+    gram = einsum("bgik,bgjk->bgij", k, k)
+    alpha = jnp.exp(ring.log_decay)
+
+    def older(step: Array, products: Float32[Array, "B H T R"]) -> Float32[Array, "B H T R"]:
+        newest = slots - 1 - step
+        slot = jnp.mod(start + newest, slots)[:, None]
+        moved = (age < newest)[:, None, :] & (newest <= last)[:, :, None]
+        c = heads_first(at_slots(ring.beta, slot, 1))[..., None] * at_slots(products, slot, 3)
+        next_products = products - c * per_head(at_slots(gram, slot, 2), count)
+        next_products = heads_first(at_slots(alpha, slot, 1))[..., None] * next_products
+        return jnp.where(moved[:, None], next_products, products)
+
+    products = per_head(einsum("bgtk,bgrk->bgtr", q, k), count)
+    products = jax.lax.fori_loop(0, slots - 1, older, products)
+    c = jnp.where(seen[:, None], products * heads_first(ring.beta)[:, :, None, :], 0.0)
+
+    live = jnp.where(age[:, :, None] <= last[:, -1:, None], ring.log_decay, 0.0)
+    decay = jnp.exp(prefix_sum(heads_first(at_slots(live, jnp.mod(start[:, None] + ages, slots), 1))))
+    z = at_slots(decay, last, 2)[..., None] * per_head(q, count)
+    scaled = c * at_slots(decay, age, 2)[:, :, None, :]
+    scaled = scaled.reshape(scaled.shape[0], k.shape[1], -1, slots)
+    z = z - einsum("bgxr,bgrk->bgxk", scaled, k).reshape(z.shape)
+    outputs = einsum("bhtr,bhrv->bhtv", c, values_by_head(ring.v, head_dim)) + read_state(checkpoint, z)
+    return jnp.moveaxis(outputs, 2, 1)
 
 
 def fold(
@@ -220,8 +227,4 @@ def fold(
     length: Int32[Array, " B"],
 ) -> Float32[Array, "B H V K"]:
     """Returns the checkpoint moved over `length` tokens from `start`; a row of length 0 keeps its bits."""
-    ordered = in_age_order(ring, start, length)
-    log_decay = grouped(ordered.log_decay, ring.k.shape[1])
-    interactions = _interactions(ordered, jnp.exp(segment_sum(log_decay)))
-    updates = _updates(checkpoint, ordered, interactions, jnp.exp(jnp.cumsum(log_decay, axis=-1)))
-    return select_rows(length > 0, _absorb(checkpoint, ordered, updates), checkpoint)
+    return fold_rows(_absorb, checkpoint, ring, start, length)

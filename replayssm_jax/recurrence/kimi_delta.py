@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from replayssm_jax.recurrence.segment import einsum, in_age_order, scan_chunks, select_rows
+from replayssm_jax.recurrence.layout import add_products, einsum, heads_first, read_state
+from replayssm_jax.recurrence.segment import (
+    at_slots,
+    causal,
+    channel_segment_sum,
+    fold_rows,
+    forward_substitution,
+    scan_chunks,
+    slot_age,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -70,62 +79,53 @@ def eager_step(
     state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B H 1 K"], heads: Heads
 ) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H V K"]]:
     """Advances the state by one token and reads it with `reader` (q, normalised and scaled by K^-0.5)."""
-    k, q = inputs.k.astype(jnp.float32), reader.astype(jnp.float32)
-    decayed = state * jnp.exp(inputs.log_decay)
-    v = inputs.v.astype(jnp.float32)[:, :, 0]
-    u = jnp.moveaxis(inputs.beta, 1, 2) * (v - jnp.sum(decayed * k, axis=-1))
-    new = decayed + u[..., None] * k
-    return jnp.sum(new * q, axis=-1)[:, None], new
-
-
-def _segment_decay(log_decay: Float32[Array, "B H T K"]) -> Float32[Array, "B H T T K"]:
-    """Returns at (i, j) the decay between tokens j and i, exp(sum of log_decay[j+1..i]), one for j >= i."""
-    tokens = log_decay.shape[2]
-    later = jnp.tril(jnp.ones((tokens, tokens), bool), -1)[None, None, :, :, None]
-    return jnp.exp(jnp.cumsum(jnp.where(later, log_decay[:, :, :, None, :], 0.0), axis=2))
+    # One product reads the old state twice; a state that is never reshaped is updated in place by XLA.
+    k, q, v = (field.astype(jnp.float32) for field in (inputs.k, reader, inputs.v))
+    decay = jnp.exp(inputs.log_decay)
+    read = read_state(state, decay * jnp.concatenate([k, q], axis=2))
+    u = heads_first(inputs.beta) * (v[:, :, 0] - read[:, :, 0])
+    outputs = read[:, :, 1] + u * jnp.sum(k * q, axis=-1)
+    return outputs[:, None], decay * state + u[..., None] * k
 
 
 def _updates(
     state: Float32[Array, "B H V K"], inputs: Inputs, decay: Float32[Array, "B H T T K"]
 ) -> Float32[Array, "B H T V"]:
-    """Returns the update vectors of all tokens by forward substitution (the WY form)."""
-    k = inputs.k.astype(jnp.float32)
-    beta = jnp.moveaxis(inputs.beta, 1, 2)[..., None]
-    earlier = jnp.tril(jnp.ones((k.shape[2], k.shape[2]), bool), -1)[None, None]
+    """Returns the update vectors of all tokens (the WY form)."""
+    k, beta = inputs.k.astype(jnp.float32), heads_first(inputs.beta)[..., None]
     scores = jnp.sum(decay * k[:, :, None, :, :] * k[:, :, :, None, :], axis=-1)
-    interactions = jnp.where(earlier, beta * scores, 0.0)
-    carried = einsum("bhik,bhvk->bhiv", jnp.exp(jnp.cumsum(inputs.log_decay, axis=2)) * k, state)
-    right = beta * (inputs.v.astype(jnp.float32) - carried)
-    return jax.lax.linalg.triangular_solve(
-        interactions, right, left_side=True, lower=True, unit_diagonal=True
-    )
+    interactions = jnp.where(causal(k.shape[2], itself=False), beta * scores, 0.0)
+    carried = read_state(state, jnp.exp(jnp.cumsum(inputs.log_decay, axis=2)) * k)
+    return forward_substitution(interactions, beta * (inputs.v.astype(jnp.float32) - carried))
 
 
-def _absorb(
+def _after(
     state: Float32[Array, "B H V K"],
     inputs: Inputs,
     decay: Float32[Array, "B H T T K"],
     updates: Float32[Array, "B H T V"],
 ) -> Float32[Array, "B H V K"]:
     """Returns S diag(exp(total)) + sum_j u_j (decay(end, j) * k_j)^T, the state after all the tokens."""
-    keys = decay[:, :, -1] * inputs.k.astype(jnp.float32)
-    total = jnp.exp(jnp.sum(inputs.log_decay, axis=2))[:, :, None, :]
-    return state * total + einsum("bhtv,bhtk->bhvk", updates, keys)
+    total = jnp.exp(jnp.sum(inputs.log_decay, axis=2, keepdims=True))
+    return add_products(total * state, updates, decay[:, :, -1] * inputs.k.astype(jnp.float32))
+
+
+def _absorb(state: Float32[Array, "B H V K"], inputs: Inputs) -> Float32[Array, "B H V K"]:
+    """Returns the state after all the tokens."""
+    decay = jnp.exp(channel_segment_sum(inputs.log_decay))
+    return _after(state, inputs, decay, _updates(state, inputs, decay))
 
 
 def _chunk(
     state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B H T K"]
-) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
-    tokens = reader.shape[2]
+) -> tuple[Float32[Array, "B H T V"], Float32[Array, "B H V K"]]:
     k, q = inputs.k.astype(jnp.float32), reader.astype(jnp.float32)
-    decay = _segment_decay(inputs.log_decay)
+    decay = jnp.exp(channel_segment_sum(inputs.log_decay))
     updates = _updates(state, inputs, decay)
-    causal = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None]
     scores = jnp.sum(decay * k[:, :, None, :, :] * q[:, :, :, None, :], axis=-1)
-    weights = jnp.where(causal, scores, 0.0)
-    outputs = einsum("bhik,bhvk->bhiv", jnp.exp(jnp.cumsum(inputs.log_decay, axis=2)) * q, state)
-    outputs = outputs + einsum("bhij,bhjv->bhiv", weights, updates)
-    return jnp.moveaxis(outputs, 2, 1), _absorb(state, inputs, decay, updates)
+    weights = jnp.where(causal(q.shape[2], itself=True), scores, 0.0)
+    outputs = read_state(state, jnp.exp(jnp.cumsum(inputs.log_decay, axis=2)) * q)
+    return outputs + einsum("bhij,bhjv->bhiv", weights, updates), _after(state, inputs, decay, updates)
 
 
 def prefill(
@@ -157,9 +157,9 @@ def window(
 ) -> Float32[Array, "B T H V"]:
     """Reads the last T tokens from the checkpoint and the ring without forming a state.
 
-    The adjoint chain goes from the newest token to the oldest: c_j = beta_j k_j . z and
-    z <- a_j * (z - c_j k_j), with z = q at first; then O = sum_j c_j v_j + S z. It needs the decays of R tokens,
-    a matrix form those of R^2 pairs.
+    The adjoint form: from the newest token to the oldest, c_j = beta_j k_j . z and
+    z <- a_j * (z - c_j k_j), with z = q at first; then the output is sum_j c_j v_j + S z. The chain needs the
+    decays of R tokens, a matrix those of R^2 pairs.
 
     Args:
       checkpoint: state before token `start`.
@@ -169,28 +169,25 @@ def window(
       heads: constants of the heads.
       start, length: cursors of every row.
     """
-    tokens, slots = reader.shape[2], ring.k.shape[2]
-    ordered = in_age_order(ring, start, length + tokens)
-    last = length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
-    ages = jnp.arange(slots, dtype=jnp.int32)
-    seen = ages[:, None, None] <= last[None]  # [R, B, T]
-    parts = (
-        jnp.moveaxis(ordered.k.astype(jnp.float32), 2, 0),
-        jnp.moveaxis(jnp.exp(ordered.log_decay), 2, 0),
-        jnp.moveaxis(ordered.beta, 1, 0),
-        seen,
-    )
+    slots = ring.k.shape[2]
+    age = slot_age(start, slots)
+    last = length[:, None] + jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :]
 
-    def older(z: Array, part: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        k, decay, beta, seen = part
-        c = beta[:, :, None] * jnp.sum(z * k[:, :, None, :], axis=-1)
-        moved = decay[:, :, None, :] * (z - c[..., None] * k[:, :, None, :])
-        seen = seen[:, None, :]
-        return jnp.where(seen[..., None], moved, z), jnp.where(seen, c, 0.0)
+    def older(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        z, coefficients = carry
+        newest = slots - 1 - step
+        slot = jnp.mod(start + newest, slots)[:, None]
+        k = at_slots(ring.k, slot, 2).astype(jnp.float32)
+        seen = (newest <= last)[:, None, :, None]
+        c = heads_first(at_slots(ring.beta, slot, 1))[..., None] * jnp.sum(z * k, axis=-1, keepdims=True)
+        moved = jnp.exp(at_slots(ring.log_decay, slot, 2)) * (z - c * k)
+        kept = jnp.where(seen & (age == newest)[:, None, None, :], c, coefficients)
+        return jnp.where(seen, moved, z), kept
 
-    z, coefficients = jax.lax.scan(older, reader.astype(jnp.float32), parts, reverse=True)
-    outputs = einsum("rbht,bhrv->bthv", coefficients, ordered.v.astype(jnp.float32))
-    return outputs + einsum("bhtk,bhvk->bthv", z, checkpoint)
+    q = reader.astype(jnp.float32)
+    z, coefficients = jax.lax.fori_loop(0, slots, older, (q, jnp.zeros((*q.shape[:3], slots), jnp.float32)))
+    outputs = einsum("bhtr,bhrv->bhtv", coefficients, ring.v.astype(jnp.float32))
+    return jnp.moveaxis(outputs + read_state(checkpoint, z), 2, 1)
 
 
 def fold(
@@ -201,7 +198,4 @@ def fold(
     length: Int32[Array, " B"],
 ) -> Float32[Array, "B H V K"]:
     """Returns the checkpoint moved over `length` tokens from `start`; a row of length 0 keeps its bits."""
-    ordered = in_age_order(ring, start, length)
-    decay = _segment_decay(ordered.log_decay)
-    updates = _updates(checkpoint, ordered, decay)
-    return select_rows(length > 0, _absorb(checkpoint, ordered, decay, updates), checkpoint)
+    return fold_rows(_absorb, checkpoint, ring, start, length)

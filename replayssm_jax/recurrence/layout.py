@@ -1,32 +1,42 @@
-"""Between the stored layouts and arithmetic by group: head h is head m of group g, h = g * (H/G) + m."""
+"""From the stored layouts to arithmetic by head, [B, H, ...]; head h belongs to group h // (H/G)."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-
-def grouped(per_head: Float32[Array, "B T H"], groups: int) -> Float32[Array, "B G M T"]:
-    """Returns per-token scalars of heads by group, tokens last."""
-    batch, tokens, heads = per_head.shape
-    return jnp.moveaxis(per_head, 1, 2).reshape(batch, groups, heads // groups, tokens)
+einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def values_by_group(stored: Float[Array, "B G T MV"], head_dim: int) -> Float32[Array, "B G M T V"]:
+def heads_first(scalars: Float32[Array, "B T H"]) -> Float32[Array, "B H T"]:
+    """Returns per-token scalars of heads, tokens last."""
+    return jnp.moveaxis(scalars, 1, 2)
+
+
+def values_by_head(stored: Float[Array, "B G T MV"], head_dim: int) -> Float32[Array, "B H T V"]:
     """Returns x or v of every head in float32."""
-    values = stored.astype(jnp.float32)
-    return jnp.moveaxis(values.reshape(*values.shape[:3], -1, head_dim), 3, 2)
+    batch, groups, tokens, width = stored.shape
+    values = stored.astype(jnp.float32).reshape(batch, groups, tokens, width // head_dim, head_dim)
+    return jnp.moveaxis(values, 3, 2).reshape(batch, -1, tokens, head_dim)
 
 
-def state_by_group(state: Float32[Array, "B H V K"], groups: int) -> Float32[Array, "B G M V K"]:
-    """Returns the state with its heads split by group."""
-    return state.reshape(state.shape[0], groups, -1, *state.shape[2:])
+def per_head(x: Float[Array, "B G *rest"], heads: int) -> Float32[Array, "B H *rest"]:
+    """Repeats every group's entries for its consecutive heads, in float32."""
+    return jnp.repeat(x.astype(jnp.float32), heads // x.shape[1], axis=1)
 
 
-def outputs_by_token(outputs: Float32[Array, "B G M T V"]) -> Float32[Array, "B T H V"]:
-    """Returns outputs by group in the order in which models use them."""
-    batch, groups, per_group, tokens, head_dim = outputs.shape
-    return jnp.moveaxis(outputs, 3, 1).reshape(batch, tokens, groups * per_group, head_dim)
+def read_state(
+    state: Float32[Array, "B H V K"], readers: Float32[Array, "B H T K"]
+) -> Float32[Array, "B H T V"]:
+    """Returns the state times every reader. The state is never reshaped: on a CPU that would copy it."""
+    return einsum("bhtk,bhvk->bhtv", readers, state)
 
 
-def per_head(x: Float32[Array, "B G K"], heads: int) -> Float32[Array, "B H K"]:
-    """Repeats every group's vector for its consecutive heads."""
-    return jnp.repeat(x, heads // x.shape[1], axis=1)
+def add_products(
+    decayed: Float32[Array, "B H V K"],
+    values: Float32[Array, "B H T V"],
+    keys: Float32[Array, "B H T K"],
+) -> Float32[Array, "B H V K"]:
+    """Returns the decayed state plus the sum over tokens of value key^T."""
+    return decayed + einsum("bhtv,bhtk->bhvk", values, keys)

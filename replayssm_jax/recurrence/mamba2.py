@@ -8,17 +8,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from replayssm_jax.recurrence.layout import (
-    grouped,
-    outputs_by_token,
+    add_products,
+    einsum,
+    heads_first,
     per_head,
-    state_by_group,
-    values_by_group,
+    read_state,
+    values_by_head,
 )
 from replayssm_jax.recurrence.segment import (
-    einsum,
+    causal,
+    fold_rows,
+    prefix_sum,
     scan_chunks,
     segment_sum,
-    select_rows,
     slot_age,
     suffix_sum,
 )
@@ -71,57 +73,49 @@ def neutralize(inputs: Inputs, valid: Bool[Array, "B T"]) -> Inputs:
     return dataclasses.replace(inputs, dt=jnp.where(valid[:, :, None], inputs.dt, 0.0))
 
 
-def _per_group(constant: Float32[Array, " H"], groups: int) -> Float32[Array, "1 G M 1"]:
-    return constant.astype(jnp.float32).reshape(1, groups, -1, 1)
+def _constants(heads: Heads) -> tuple[Float32[Array, "1 H 1"], Float32[Array, "1 H 1"]]:
+    return heads.a.astype(jnp.float32)[None, :, None], heads.d.astype(jnp.float32)[None, :, None]
 
 
 def eager_step(
     state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B G 1 K"], heads: Heads
 ) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H V K"]]:
     """Advances the state by one token and reads it with `reader` (C); the outputs include d x."""
-    # A state that is never reshaped is updated in place by XLA; a reshaped one is copied first.
-    batch, count, head_dim, _ = state.shape
-    x = inputs.x.astype(jnp.float32).reshape(batch, count, head_dim)
-    dt = inputs.dt[:, 0, :, None]
-    decay = jnp.exp(heads.a.astype(jnp.float32)[None, :, None] * dt)
-    b, c = (per_head(field[:, :, 0].astype(jnp.float32), count) for field in (inputs.b, reader))
-    new = decay[..., None] * state + (dt * x)[..., None] * b[:, :, None]
-    outputs = jnp.sum(new * c[:, :, None], axis=-1) + heads.d.astype(jnp.float32)[None, :, None] * x
-    return outputs[:, None], new
+    # One product reads the old state; a state that is never reshaped is then updated in place by XLA.
+    count, head_dim = state.shape[1:3]
+    a, d = _constants(heads)
+    x = values_by_head(inputs.x, head_dim)[:, :, 0]
+    b, c = per_head(inputs.b, count), per_head(reader, count)
+    dt = heads_first(inputs.dt)
+    decay = jnp.exp(a * dt)
+    outputs = decay * read_state(state, c)[:, :, 0] + (dt * jnp.sum(b * c, axis=-1) + d) * x
+    return outputs[:, None], decay[..., None] * state + (dt * x)[..., None] * b
 
 
-def _absorb(
-    state: Float32[Array, "B H V K"],
-    inputs: Inputs,
-    weights: Float32[Array, "B G M T"],
-    total: Float32[Array, "B G M"],
-) -> Float32[Array, "B H V K"]:
-    """Returns exp(total) S + sum_j weights_j x_j b_j^T, the state after all the tokens."""
-    groups = inputs.b.shape[1]
-    weighted = weights[..., None] * values_by_group(inputs.x, state.shape[2])
-    added = einsum("bgmtv,bgtk->bgmvk", weighted, inputs.b.astype(jnp.float32))
-    return (jnp.exp(total)[..., None, None] * state_by_group(state, groups) + added).reshape(state.shape)
+def _absorb(heads: Heads, state: Float32[Array, "B H V K"], inputs: Inputs) -> Float32[Array, "B H V K"]:
+    """Returns the state after all the tokens."""
+    count, head_dim = state.shape[1:3]
+    a, _ = _constants(heads)
+    dt = heads_first(inputs.dt)
+    weights = dt * jnp.exp(a * suffix_sum(dt))
+    total = jnp.exp(a * jnp.sum(dt, axis=-1, keepdims=True))
+    x = weights[..., None] * values_by_head(inputs.x, head_dim)
+    return add_products(total[..., None] * state, x, per_head(inputs.b, count))
 
 
 def _chunk(
     heads: Heads, state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B G T K"]
-) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H V K"]]:
-    groups, tokens = reader.shape[1:3]
-    a, d = _per_group(heads.a, groups), _per_group(heads.d, groups)
-    c = reader.astype(jnp.float32)
-    dt = grouped(inputs.dt, groups)
-    x = values_by_group(inputs.x, state.shape[2])
-    causal = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None, None]
-    decay = jnp.where(causal, jnp.exp(a[..., None] * segment_sum(dt)), 0.0)
-    scores = einsum("bgik,bgjk->bgij", c, inputs.b.astype(jnp.float32))
-    weights = decay * dt[:, :, :, None, :] * scores[:, :, None]
-    carried = einsum("bgmvk,bgik->bgmiv", state_by_group(state, groups), c)
-    outputs = jnp.exp(a * jnp.cumsum(dt, axis=-1))[..., None] * carried
-    outputs = outputs + einsum("bgmij,bgmjv->bgmiv", weights, x) + d[..., None] * x
-    to_end = dt * jnp.exp(a * suffix_sum(dt))
-    return outputs_by_token(outputs), _absorb(
-        state, inputs, to_end, (a * jnp.sum(dt, axis=-1, keepdims=True))[..., 0]
-    )
+) -> tuple[Float32[Array, "B H T V"], Float32[Array, "B H V K"]]:
+    count, head_dim = state.shape[1:3]
+    a, d = _constants(heads)
+    x, c = values_by_head(inputs.x, head_dim), reader.astype(jnp.float32)
+    dt = heads_first(inputs.dt)
+    scores = per_head(einsum("bgik,bgjk->bgij", c, inputs.b.astype(jnp.float32)), count)
+    weights = jnp.exp(a[..., None] * segment_sum(dt)) * dt[:, :, None, :] * scores
+    weights = jnp.where(causal(reader.shape[2], itself=True), weights, 0.0)
+    outputs = jnp.exp(a * prefix_sum(dt))[..., None] * read_state(state, per_head(c, count))
+    outputs = outputs + einsum("bhij,bhjv->bhiv", weights, x) + d[..., None] * x
+    return outputs, _absorb(heads, state, inputs)
 
 
 def prefill(
@@ -161,25 +155,23 @@ def window(
       heads: constants of the heads.
       start, length: cursors of every row.
     """
-    groups, tokens = reader.shape[1:3]
-    slots = ring.b.shape[2]
-    a, d = _per_group(heads.a, groups), _per_group(heads.d, groups)
-    c = reader.astype(jnp.float32)
-    age = slot_age(start, slots)
-    last = length[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
-    seen = age[:, None, :] <= last[:, :, None]  # [B, T, R]: slot is read by token t
-    later = seen[:, :, None, :] & (age[:, None, None, :] > age[:, None, :, None])
-    dt = grouped(ring.dt, groups)
-    between = jnp.sum(jnp.where(later[:, None, None], dt[:, :, :, None, None, :], 0.0), axis=-1)
-    total = jnp.sum(jnp.where(seen[:, None, None], dt[:, :, :, None, :], 0.0), axis=-1)
-    scores = einsum("bgtk,bgrk->bgtr", c, ring.b.astype(jnp.float32))
-    weights = dt[:, :, :, None, :] * jnp.exp(a[..., None] * between) * scores[:, :, None]
-    weights = jnp.where(seen[:, None, None], weights, 0.0)
+    count, head_dim = checkpoint.shape[1:3]
+    a, d = _constants(heads)
+    age = slot_age(start, ring.b.shape[2])
+    last = length[:, None] + jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :]
+    seen = age[:, None, :] <= last[:, :, None]
     current = age[:, None, :] == last[:, :, None]
-    weights = weights + jnp.where(current[:, None, None], d[..., None], 0.0)
-    outputs = einsum("bgmtr,bgmrv->bgmtv", weights, values_by_group(ring.x, checkpoint.shape[2]))
-    carried = einsum("bgmvk,bgtk->bgmtv", state_by_group(checkpoint, groups), c)
-    return outputs_by_token(outputs + jnp.exp(a * total)[..., None] * carried)
+    later = seen[:, :, None, :] & (age[:, None, None, :] > age[:, None, :, None])
+    dt = jnp.where(age[:, :, None] <= last[:, -1:, None], ring.dt, 0.0)
+    between = einsum("btrl,blh->bhtr", later.astype(jnp.float32), dt)
+    total = einsum("btl,blh->bht", seen.astype(jnp.float32), dt)
+    c = reader.astype(jnp.float32)
+    scores = per_head(einsum("bgtk,bgrk->bgtr", c, ring.b.astype(jnp.float32)), count)
+    weights = heads_first(dt)[:, :, None, :] * jnp.exp(a[..., None] * between) * scores
+    weights = jnp.where(seen[:, None], weights, 0.0) + jnp.where(current[:, None], d[..., None], 0.0)
+    outputs = einsum("bhtr,bhrv->bhtv", weights, values_by_head(ring.x, head_dim))
+    outputs = outputs + jnp.exp(a * total)[..., None] * read_state(checkpoint, per_head(c, count))
+    return jnp.moveaxis(outputs, 2, 1)
 
 
 def fold(
@@ -190,13 +182,4 @@ def fold(
     length: Int32[Array, " B"],
 ) -> Float32[Array, "B H V K"]:
     """Returns the checkpoint moved over `length` tokens from `start`; a row of length 0 keeps its bits."""
-    groups, slots = ring.b.shape[1:3]
-    a = _per_group(heads.a, groups)
-    age = slot_age(start, slots)
-    live = age < length[:, None]
-    later = live[:, None, :] & (age[:, None, :] > age[:, :, None])
-    dt = jnp.where(live[:, None, None], grouped(ring.dt, groups), 0.0)
-    to_end = jnp.sum(jnp.where(later[:, None, None], dt[:, :, :, None, :], 0.0), axis=-1)
-    total = (a * jnp.sum(dt, axis=-1, keepdims=True))[..., 0]
-    folded = _absorb(checkpoint, ring, dt * jnp.exp(a * to_end), total)
-    return select_rows(length > 0, folded, checkpoint)
+    return fold_rows(functools.partial(_absorb, heads), checkpoint, ring, start, length)
