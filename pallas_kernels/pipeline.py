@@ -10,8 +10,9 @@ tokens. Then
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -138,6 +139,11 @@ def pin_plain(plgpu: Any, refs: list) -> None:
     nothing(*refs)
 
 
+def indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every index of an array of this shape."""
+    return itertools.product(*map(range, shape))
+
+
 def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array]], fused: bool) -> jax.Array:
     """Partial sums along rows of matrix [M, N] x vector [N], added over the pairs: float32 [M, columns of one
     layout tile].
@@ -149,7 +155,6 @@ def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array
         terms = [jnp.sum(m * lax.broadcast_in_dim(v, m.shape, (1,)), axis=1) for m, v in pairs]
         return functools.reduce(jnp.add, terms)
 
-    import numpy as np
     from jax.experimental.mosaic.gpu import FragmentedArray
     from jaxlib.mlir.dialects import arith
     from jaxlib.mlir.dialects import math as mlir_math
@@ -161,10 +166,11 @@ def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array
         return_type=plgpu.ShapeDtypeStruct((pairs[0][0].shape[0], columns), jnp.float32, layout=layout),
     )
     def multiply(_, *operands):
-        total = np.full_like(operands[0].registers[:, :1], None)
+        total = operands[0].registers[:, :1].copy()
+        total.fill(None)
         for matrix, vector in zip(operands[::2], operands[1::2], strict=True):
             wide = vector.broadcast_in_dim(matrix.shape, (1,), matrix.layout)
-            for index in np.ndindex(matrix.registers.shape):
+            for index in indices(matrix.registers.shape):
                 at = (index[0], 0, *index[2:])
                 value, factor = matrix.registers[index], wide.registers[index]
                 if total[at] is None:
@@ -184,7 +190,6 @@ def rank_one(
         shape = matrix.shape
         return matrix + lax.broadcast_in_dim(column, shape, (0,)) * lax.broadcast_in_dim(row, shape, (1,))
 
-    import numpy as np
     from jax.experimental.mosaic.gpu import FragmentedArray
     from jaxlib.mlir.dialects import math as mlir_math
 
@@ -195,8 +200,8 @@ def rank_one(
     def update(_, base, left, right):
         left = left.broadcast_in_dim(base.shape, (0,), base.layout)
         right = right.broadcast_in_dim(base.shape, (1,), base.layout)
-        total = np.empty_like(base.registers)
-        for index in np.ndindex(total.shape):
+        total = base.registers.copy()
+        for index in indices(total.shape):
             total[index] = mlir_math.fma(left.registers[index], right.registers[index], base.registers[index])
         return FragmentedArray(_registers=total, _layout=base.layout, _is_signed=None)
 

@@ -30,6 +30,12 @@ class Kernels:
     window_rule: Recurrence
     token_rule: TokenRule
 
+    def check(self, geometry: Geometry) -> None:
+        """Raise `Unsupported`, with the reason, on a JAX or on sizes that the kernels cannot serve."""
+        launch.require_jax()
+        geometry.check()
+        self.window_rule.check(geometry)
+
     def window(
         self,
         checkpoint: jax.Array,

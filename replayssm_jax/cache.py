@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.numerics import hash_uint32
-from replayssm_jax.backend import resolve_implementation, ring_granule
+from replayssm_jax.backend import resolve, ring_slots
 from replayssm_jax.config import ReplayConfig
 from replayssm_jax.recurrence import RECURRENCES
 
@@ -115,12 +115,6 @@ class Cache:
         return 1 if self.replay is None else self.replay.window
 
 
-def ring_slots(replay: ReplayConfig) -> int:
-    """R: slots of a ring, at least buffer_length + window, rounded up to the backend's granule."""
-    granule = ring_granule(replay.implementation)
-    return -(-(replay.buffer_length + replay.window) // granule) * granule
-
-
 def _layer(spec: LayerSpec, heads, batch: int, max_length: int, replay: ReplayConfig | None, dtype):
     if spec is None:
         return None
@@ -181,7 +175,7 @@ def init_cache(
             raise ValueError("flush_at has no meaning in an eager cache (replay=None).")
         flush_at = 1
     else:
-        replay = replace(replay, implementation=resolve_implementation(replay.implementation))
+        replay = resolve(replay, specs, int(batch))
         flush_at = _checked_flush_at(flush_at, batch, replay)
     count = jnp.zeros((batch,), jnp.int32)
     return Cache(
@@ -219,7 +213,7 @@ def cache_bytes(
 ) -> dict[str, int]:
     """Bytes a sequence of the cache's buffers: keys checkpoint, ring, conv, kv and total."""
     if replay is not None:
-        replay = replace(replay, implementation=resolve_implementation(replay.implementation))
+        replay = resolve(replay, specs, 1)
     layers = jax.eval_shape(lambda: tuple(_layer(spec, None, 1, max_length, replay, dtype) for spec in specs))
     recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
     attention = [layer for layer in layers if isinstance(layer, AttentionLayer)]

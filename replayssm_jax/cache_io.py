@@ -103,9 +103,16 @@ def restore_cache(path) -> Cache:
     with ocp.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore(path / "arrays", target)
     layers = tuple(_layer(kind, index, arrays) for index, kind in enumerate(about["layers"]))
-    replay = None if about["replay"] is None else ReplayConfig(**about["replay"])
+    replay = None if about["replay"] is None else _served(ReplayConfig(**about["replay"]))
     cursors = {name: arrays[name] for name in _CURSORS}
     return Cache(layers=layers, replay=replay, max_length=about["max_length"], **cursors)
+
+
+def _served(replay: ReplayConfig) -> ReplayConfig:
+    """The portable backend reads any ring; the kernels' caches go on with it where there is no GPU."""
+    if replay.implementation == "pallas" and jax.default_backend() != "gpu":
+        return dataclasses.replace(replay, implementation="xla")
+    return replay
 
 
 def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array]):

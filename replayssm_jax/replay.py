@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int32
 
+from replayssm_jax.backend import kernel_step, row_plan
 from replayssm_jax.cache import Cache, RecurrentLayer, check_usable, static
 
 
@@ -29,6 +30,7 @@ class Segment:
     the cursors after that flush.
     mode: "prefill" (chunked recurrence, the state is written) or "step" (T outputs from checkpoint and
     ring, or one eager step). tokens: T.
+    plan: the row plan of the GPU kernels in steps that they serve.
     """
 
     position: Int32[Array, " B"]
@@ -36,6 +38,7 @@ class Segment:
     fold: Int32[Array, " B"]
     start: Int32[Array, " B"]
     length: Int32[Array, " B"]
+    plan: tuple[Int32[Array, "B 4"], Int32[Array, " 2"]] | None
     mode: Literal["prefill", "step"] = static()
     tokens: int = static()
 
@@ -56,7 +59,14 @@ def fresh_segment(batch: int, tokens: int, lengths: Int32[Array, " B"] | None = 
     if lengths is None:
         lengths = jnp.full((batch,), tokens, jnp.int32)
     return Segment(
-        position=zero, lengths=lengths, fold=zero, start=zero, length=zero, mode="prefill", tokens=tokens
+        position=zero,
+        lengths=lengths,
+        fold=zero,
+        start=zero,
+        length=zero,
+        plan=None,
+        mode="prefill",
+        tokens=tokens,
     )
 
 
@@ -69,6 +79,7 @@ def prefill_segment(cache: Cache, lengths: Int32[Array, " B"], tokens: int) -> S
         fold=fold,
         start=cache.start + fold,
         length=cache.length - fold,
+        plan=None,
         mode="prefill",
         tokens=tokens,
     )
@@ -90,12 +101,16 @@ def step_segment(cache: Cache, tokens: int, active: Bool[Array, " B"] | None = N
     """T tokens for every row; rows that are not active change no eager state."""
     fold = jnp.where(flush_due(cache, tokens), cache.length, 0)
     count = jnp.full_like(cache.start, tokens)
+    plan = None
+    if cache.replay is not None and cache.replay.implementation == "pallas":
+        plan = row_plan(fold > 0, cache.start, cache.length)
     return Segment(
         position=cache.position,
         lengths=count if active is None else jnp.where(active, count, 0),
         fold=fold,
         start=cache.start + fold,
         length=cache.length - fold,
+        plan=plan,
         mode="step",
         tokens=tokens,
     )
@@ -126,6 +141,11 @@ def recur(
         inputs = recurrence.neutralize(inputs, segment.valid)
         outputs, state = recurrence.eager_step(layer.checkpoint, inputs, reader, heads)
         return outputs, replace(layer, checkpoint=state)
+    if segment.plan is not None:
+        outputs, checkpoint, ring = kernel_step(
+            layer.recurrence, layer.checkpoint, layer.ring, inputs, reader, heads, segment.plan
+        )
+        return outputs, replace(layer, checkpoint=checkpoint, ring=ring)
     checkpoint = _flush(recurrence, layer, heads, segment)
     ring = append(layer.ring, inputs, segment.position)
     outputs = recurrence.window(checkpoint, ring, reader, heads, segment.start, segment.length)

@@ -119,7 +119,7 @@ class Scheduler:
         self._part: Cache | None = None
         if cache is None:
             with self._compilations:
-                self.cache = self._empty_cache(batch)
+                self.cache = self._empty_cache(batch, self._replay)
             self._queue = deque(requests)
         else:
             # Rows that only have their last token to feed go straight on; the others wait for their prefill.
@@ -165,8 +165,8 @@ class Scheduler:
             rows=self.batch,
         )
 
-    def _empty_cache(self, batch: int) -> Cache:
-        return empty_cache(self._model, batch, self._max_length, self._replay)
+    def _empty_cache(self, batch: int, replay: ReplayConfig | None) -> Cache:
+        return empty_cache(self._model, batch, self._max_length, replay)
 
     def _first_rows(self) -> Rows:
         token, active = np.zeros(self.batch, np.int32), np.zeros(self.batch, bool)
@@ -224,7 +224,7 @@ class Scheduler:
         """A cache of one row to prefill: a prompt's chunks and bits then depend on nothing but the prompt."""
         if self._resumed:
             return self.cache if self.batch == 1 else select(self.cache, [row])
-        part = self.cache if self.batch == 1 else self._part or self._empty_cache(1)
+        part = self.cache if self.batch == 1 else self._part or self._empty_cache(1, self.cache.replay)
         window = request.flush_at or (1 if self._replay is None else self._replay.buffer_length)
         return clear_row(part, np.int32(request.index), np.int32(window), self._params)
 
