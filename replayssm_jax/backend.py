@@ -20,16 +20,18 @@ _logged: set[str] = set()
 def resolve(replay: ReplayConfig, specs: Sequence[Any], batch: int) -> ReplayConfig:
     """The same configuration with the backend that will serve it: "xla" or "pallas".
 
-    specs: a model's layer specs. "auto" takes the GPU kernels where they serve every recurrent layer; where
-    they do not, it logs the reason once. Raises ValueError when "pallas" is asked for and cannot be served.
+    specs: a model's layer specs. "auto" takes the portable backend and logs once why: the kernels have been
+    checked alone on a GPU, not yet inside whole models. Raises ValueError when "pallas" is asked for and
+    cannot be served.
     """
     if replay.implementation == "xla":
         return replay
     reason = _refusal(replay, specs, batch)
-    if reason is None:
-        return dataclasses.replace(replay, implementation="pallas")
     if replay.implementation == "pallas":
-        raise ValueError(f'implementation="pallas" cannot be served: {reason}.')
+        if reason is not None:
+            raise ValueError(f'implementation="pallas" cannot be served: {reason}.')
+        return replay
+    reason = reason or 'the GPU kernels serve on request only, implementation="pallas"'
     if reason not in _logged:
         _logged.add(reason)
         logger.info("decoding with the portable backend: %s", reason)
