@@ -16,6 +16,7 @@ from replayssm_jax.recurrence.layout import (
     per_head,
     read_state,
     values_by_head,
+    weigh_slots,
 )
 from replayssm_jax.recurrence.segment import (
     at_slots,
@@ -212,10 +213,8 @@ def window(
     live = jnp.where(age[:, :, None] <= last[:, -1:, None], ring.log_decay, 0.0)
     decay = jnp.exp(prefix_sum(heads_first(at_slots(live, jnp.mod(start[:, None] + ages, slots), 1))))
     z = at_slots(decay, last, 2)[..., None] * per_head(q, count)
-    scaled = c * at_slots(decay, age, 2)[:, :, None, :]
-    scaled = scaled.reshape(scaled.shape[0], k.shape[1], -1, slots)
-    z = z - einsum("bgxr,bgrk->bgxk", scaled, k).reshape(z.shape)
-    outputs = einsum("bhtr,bhrv->bhtv", c, values_by_head(ring.v, head_dim)) + read_state(checkpoint, z)
+    z = z - weigh_slots(c * at_slots(decay, age, 2)[:, :, None, :], ring.k, k.shape[3])
+    outputs = weigh_slots(c, ring.v, head_dim) + read_state(checkpoint, z)
     return jnp.moveaxis(outputs, 2, 1)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from replayssm_jax.recurrence.layout import add_products, einsum, heads_first, read_state
+from replayssm_jax.recurrence.layout import add_products, einsum, heads_first, read_state, weigh_slots
 from replayssm_jax.recurrence.segment import (
     at_slots,
     causal,
@@ -186,8 +186,8 @@ def window(
 
     q = reader.astype(jnp.float32)
     z, coefficients = jax.lax.fori_loop(0, slots, older, (q, jnp.zeros((*q.shape[:3], slots), jnp.float32)))
-    outputs = einsum("bhtr,bhrv->bhtv", coefficients, ring.v.astype(jnp.float32))
-    return jnp.moveaxis(outputs + read_state(checkpoint, z), 2, 1)
+    outputs = weigh_slots(coefficients, ring.v, ring.v.shape[3]) + read_state(checkpoint, z)
+    return jnp.moveaxis(outputs, 2, 1)
 
 
 def fold(

@@ -26,6 +26,21 @@ def per_head(x: Float[Array, "B G *rest"], heads: int) -> Float32[Array, "B H *r
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[1], axis=1)
 
 
+def weigh_slots(
+    weights: Float32[Array, "B H T R"], stored: Float[Array, "B G R MV"], size: int
+) -> Float32[Array, "B H T V"]:
+    """Returns sum_r weights_r stored_r in float32, where a slot holds one vector of `size` a head or a group.
+
+    Written out slot by slot: XLA fuses the sum into one pass over the ring, while a product of matrices would
+    first copy the ring into another layout.
+    """
+    batch, groups, slots, width = stored.shape
+    vectors = stored.reshape(batch, groups, slots, width // size, 1, size)
+    weights = weights.reshape(batch, groups, -1, weights.shape[2], slots)
+    terms = (weights[..., r, None] * vectors[:, :, r].astype(jnp.float32) for r in range(slots))
+    return functools.reduce(jnp.add, terms).reshape(batch, -1, weights.shape[3], size)
+
+
 def read_state(
     state: Float32[Array, "B H V K"], readers: Float32[Array, "B H T K"]
 ) -> Float32[Array, "B H T V"]:

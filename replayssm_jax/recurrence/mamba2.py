@@ -14,8 +14,10 @@ from replayssm_jax.recurrence.layout import (
     per_head,
     read_state,
     values_by_head,
+    weigh_slots,
 )
 from replayssm_jax.recurrence.segment import (
+    at_slots,
     causal,
     fold_rows,
     prefix_sum,
@@ -81,15 +83,14 @@ def eager_step(
     state: Float32[Array, "B H V K"], inputs: Inputs, reader: Float[Array, "B G 1 K"], heads: Heads
 ) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H V K"]]:
     """Advances the state by one token and reads it with `reader` (C); the outputs include d x."""
-    # One product reads the old state; a state that is never reshaped is then updated in place by XLA.
+    # A state that is never reshaped, and read only after its update, is updated in place by XLA.
     count, head_dim = state.shape[1:3]
     a, d = _constants(heads)
     x = values_by_head(inputs.x, head_dim)[:, :, 0]
-    b, c = per_head(inputs.b, count), per_head(reader, count)
     dt = heads_first(inputs.dt)
-    decay = jnp.exp(a * dt)
-    outputs = decay * read_state(state, c)[:, :, 0] + (dt * jnp.sum(b * c, axis=-1) + d) * x
-    return outputs[:, None], decay[..., None] * state + (dt * x)[..., None] * b
+    new = jnp.exp(a * dt)[..., None] * state + (dt * x)[..., None] * per_head(inputs.b, count)
+    outputs = read_state(new, per_head(reader, count))[:, :, 0] + d * x
+    return outputs[:, None], new
 
 
 def _absorb(heads: Heads, state: Float32[Array, "B H V K"], inputs: Inputs) -> Float32[Array, "B H V K"]:
@@ -157,20 +158,21 @@ def window(
     """
     count, head_dim = checkpoint.shape[1:3]
     a, d = _constants(heads)
-    age = slot_age(start, ring.b.shape[2])
+    slots = ring.b.shape[2]
+    ages = jnp.arange(slots, dtype=jnp.int32)[None, :]
+    order = jnp.mod(start[:, None] + ages, slots)
     last = length[:, None] + jnp.arange(reader.shape[2], dtype=jnp.int32)[None, :]
-    seen = age[:, None, :] <= last[:, :, None]
-    current = age[:, None, :] == last[:, :, None]
-    later = seen[:, :, None, :] & (age[:, None, None, :] > age[:, None, :, None])
-    dt = jnp.where(age[:, :, None] <= last[:, -1:, None], ring.dt, 0.0)
-    between = einsum("btrl,blh->bhtr", later.astype(jnp.float32), dt)
-    total = einsum("btl,blh->bht", seen.astype(jnp.float32), dt)
+    seen, current = ages[:, None] <= last[:, :, None], ages[:, None] == last[:, :, None]
+    # Scalars in the order of age, one copy a reading token; x and b stay in their slots.
+    dt = jnp.where(seen[:, None], heads_first(at_slots(ring.dt, order, 1))[:, :, None, :], 0.0)
+    later = suffix_sum(dt)
     c = reader.astype(jnp.float32)
-    scores = per_head(einsum("bgtk,bgrk->bgtr", c, ring.b.astype(jnp.float32)), count)
-    weights = heads_first(dt)[:, :, None, :] * jnp.exp(a[..., None] * between) * scores
+    scores = at_slots(einsum("bgtk,bgrk->bgtr", c, ring.b.astype(jnp.float32)), order, 3)
+    weights = dt * jnp.exp(a[..., None] * later) * per_head(scores, count)
     weights = jnp.where(seen[:, None], weights, 0.0) + jnp.where(current[:, None], d[..., None], 0.0)
-    outputs = einsum("bhtr,bhrv->bhtv", weights, values_by_head(ring.x, head_dim))
-    outputs = outputs + jnp.exp(a * total)[..., None] * read_state(checkpoint, per_head(c, count))
+    outputs = weigh_slots(at_slots(weights, slot_age(start, slots), 3), ring.x, head_dim)
+    decay = jnp.exp(a * (later[..., 0] + dt[..., 0]))
+    outputs = outputs + decay[..., None] * read_state(checkpoint, per_head(c, count))
     return jnp.moveaxis(outputs, 2, 1)
 
 

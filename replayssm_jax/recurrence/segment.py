@@ -44,14 +44,14 @@ def channel_segment_sum(x: Float32[Array, "B H T K"]) -> Float32[Array, "B H T T
     return einsum("bhlk,ijl->bhijk", x, _between(x.shape[2]))
 
 
-def prefix_sum(x: Float32[Array, "B H T"]) -> Float32[Array, "B H T"]:
+def prefix_sum(x: Float32[Array, "*b T"]) -> Float32[Array, "*b T"]:
     """Returns at i the sum of x[..i], x[i] included."""
-    return einsum("bhl,il->bhi", x, causal(x.shape[-1], itself=True)[0, 0].astype(jnp.float32))
+    return einsum("...l,il->...i", x, causal(x.shape[-1], itself=True)[0, 0].astype(jnp.float32))
 
 
-def suffix_sum(x: Float32[Array, "B H T"]) -> Float32[Array, "B H T"]:
+def suffix_sum(x: Float32[Array, "*b T"]) -> Float32[Array, "*b T"]:
     """Returns at j the sum of x[j+1..], the elements after j."""
-    return einsum("bhl,lj->bhj", x, causal(x.shape[-1], itself=False)[0, 0].astype(jnp.float32))
+    return einsum("...l,lj->...j", x, causal(x.shape[-1], itself=False)[0, 0].astype(jnp.float32))
 
 
 def slot_age(start: Int32[Array, " B"], slots: int) -> Int32[Array, "B R"]:
