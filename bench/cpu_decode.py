@@ -1,12 +1,13 @@
 """Decode speed on a CPU, side by side with transformers on the same checkpoint, threads and precision.
 
-Greedy decoding of `--new-tokens` tokens after a short prompt, end-of-sequence ignored, float32 weights and
-activations. Replay, eager and transformers take turns within every repeat. Records: `model`, `batch`, `method`
-(`replay`, `eager`, `peer:transformers`), `tokens_per_second` (median), `spread` ([p10, p90]), `threads`. Needs the
-extra `parity`.
+Greedy decoding of `--new-tokens` tokens after a short prompt, end-of-sequence ignored, float32 throughout.
+Replay, eager and transformers take turns within every repeat. Records: `model`, `batch`, `method` (`replay`,
+`eager`, `peer:transformers`), `tokens_per_second` (median), `spread` ([p10, p90]), `threads`. Needs the extra
+`parity`.
 """
 
 import argparse
+import importlib.metadata
 import os
 import time
 from collections.abc import Callable
@@ -107,7 +108,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=result_file.RESULTS / "cpu_decode.json")
     args = parser.parse_args()
     threads = os.cpu_count() or 1
-    result = result_file.head("bench.cpu_decode", args.commit) | {"records": []}
+    result = result_file.head("bench.cpu_decode", args.commit)
+    peers = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    result |= {"versions": result["versions"] | peers, "records": []}
     print(
         f"{'model':18}{'batch':>6}{'replay':>10}{'eager':>10}{'transformers':>14}{'ratio':>8}{'replay/eager':>14}"
     )
