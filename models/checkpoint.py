@@ -172,10 +172,13 @@ def _model_dtype(dtype: Any | None, stored: Mapping[ParameterPath, Stored], conf
         if jax.default_backend() == "cpu":
             return np.dtype(np.float32)
         return table if table in COMPUTE_DTYPES else jnp.dtype(config.param_dtype)
-    chosen = jnp.dtype(dtype)
+    try:
+        chosen = jnp.dtype(dtype)
+    except TypeError:
+        chosen = None
     if chosen not in COMPUTE_DTYPES:
         names = ", ".join(str(known) for known in COMPUTE_DTYPES)
-        raise CheckpointError(f"dtype {chosen} is not supported; the supported dtypes are {names}")
+        raise CheckpointError(f"dtype {chosen or dtype} is not supported; the supported dtypes are {names}")
     return chosen
 
 

@@ -170,6 +170,8 @@ def init_cache(
     for name, value in (("batch", batch), ("max_length", max_length)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+    if replay is not None and not isinstance(replay, ReplayConfig):
+        raise ValueError(f"replay must be a ReplayConfig, or None for the eager method, got {replay!r}.")
     if replay is None:
         if flush_at is not None:
             raise ValueError("flush_at has no meaning in an eager cache (replay=None).")

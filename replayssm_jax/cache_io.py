@@ -81,20 +81,28 @@ def save_cache(cache: Cache, path) -> None:
 def restore_cache(path) -> Cache:
     """Read a cache that `save_cache` wrote, onto the default device.
 
-    Raises ValueError when the directory is not a saved cache or has another schema version.
+    Raises ValueError when the directory is not a saved cache, has another schema version or is damaged.
     """
-    import orbax.checkpoint as ocp
-
     path = Path(path).absolute()
     try:
         about = json.loads((path / "cache.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a saved cache: cache.json cannot be read ({error}).") from error
-    if about.get("schema_version") != SCHEMA_VERSION:
+    version = about.get("schema_version") if isinstance(about, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{path} has cache schema version {version}; this version reads {SCHEMA_VERSION}.")
+    try:
+        return _restored(path, about)
+    except Exception as problem:  # tensorstore and Orbax raise many kinds
+        reason = str(problem).strip().split("\n")[0]
         raise ValueError(
-            f"{path} has cache schema version {about.get('schema_version')}; "
-            f"this version reads {SCHEMA_VERSION}."
-        )
+            f"The cache in {path} cannot be restored ({type(problem).__name__}: {reason})."
+        ) from problem
+
+
+def _restored(path: Path, about: dict[str, Any]) -> Cache:
+    import orbax.checkpoint as ocp
+
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = {
         name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)

@@ -172,8 +172,12 @@ def _prepare(
     spread_flushes: bool,
 ) -> Scheduler:
     """Check everything, then make the cache and the queue."""
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"max_rows must be at least 1, got {max_rows}.")
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a Sampling, got {sampling!r}.")
+    for name, value in (("max_rows", max_rows), ("max_length", max_length)):
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if value is not None and (not whole or value < 1):
+            raise ValueError(f"{name} must be an integer of at least 1, or None, got {value!r}.")
     if sampling.stop_strings and loaded.tokenizer is None:
         raise ValueError("stop_strings need text, but the checkpoint has no tokenizer.")
     cache = None if continue_from is None else _cache_of(continue_from, replay, max_length, max_rows)

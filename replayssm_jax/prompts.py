@@ -58,6 +58,13 @@ def _token_ids(prompt: Any, name: str, tokenizer: Any, continued: bool) -> list[
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"{name} is a text, but the checkpoint has no tokenizer: pass token ids.")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as problem:
+            wrong = prompt[problem.start]
+            raise ValueError(
+                f"{name} has {wrong!r} at position {problem.start}, which is no Unicode character."
+            ) from None
         return list(tokenizer(prompt, add_special_tokens=not continued)["input_ids"])
     array = np.asarray(prompt if hasattr(prompt, "__array__") else _listed_ids(prompt, name))
     if array.size == 0:

@@ -7,7 +7,7 @@ what is drawn.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -92,16 +92,20 @@ _RULES: dict[str, tuple[Callable, Callable, str]] = {
 }
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
+
+
 def _stop_ids(ids: Any) -> tuple[int, ...] | None:
     if ids is None:
         return None
-    if isinstance(ids, str) or not all(_is_integer(i) and i >= 0 for i in ids):
+    if not _is_list(ids) or not all(_is_integer(i) and 0 <= i < 2**31 for i in ids):
         raise ValueError(f"stop_ids must be token ids from 0 up, or None for the checkpoint's, got {ids!r}.")
     return tuple(int(i) for i in ids)
 
 
 def _stop_strings(strings: Any) -> tuple[str, ...]:
-    if isinstance(strings, str) or not all(isinstance(s, str) and s for s in strings):
+    if not _is_list(strings) or not all(isinstance(s, str) and s for s in strings):
         raise ValueError(f"stop_strings must be a list of texts that are not empty, got {strings!r}.")
     return tuple(strings)
 

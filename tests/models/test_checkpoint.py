@@ -103,6 +103,8 @@ def test_b08_float32_tensors_stay_float32_unless_a_dtype_is_asked(tmp_path, monk
 def test_a_dtype_that_no_model_computes_in_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="dtype int8 is not supported.*float32, bfloat16"):
         load_model(write(tmp_path, M2), jnp.int8)
+    with pytest.raises(CheckpointError, match="dtype floaty is not supported"):
+        load_model(tmp_path, "floaty")
 
 
 @pytest.mark.parametrize("raw", [M2, GDN], ids=["M2", "GDN"])

@@ -414,13 +414,16 @@ def test_masks_go_with_token_ids():
 
 
 def test_other_arguments_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
-        generate(CHAIN, [[1]], max_rows=0)
+    for name in ("max_rows", "max_length"):
+        with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, or None, got 0"):
+            generate(CHAIN, [[1]], **{name: 0})
+    with pytest.raises(ValueError, match=r"prompt 1 has '\\udcff' at position 1, which is no Unicode"):
+        generate(TEXT, ["a", "b\udcff"])
     with pytest.raises(ValueError, match="stop_strings need text, but the checkpoint has no tokenizer"):
         generate(CHAIN, [[1]], Sampling(stop_strings=["a"]))
     with pytest.raises(ValueError, match="vocab_size is 258, but the checkpoint has 257 token ids"):
         generate(CHAIN, [[1]], Sampling(vocab_size=258))
-    with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_rows must be an integer of at least 1"):
         stream(CHAIN, [[1]], max_rows=0)
 
 

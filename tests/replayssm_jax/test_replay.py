@@ -473,6 +473,17 @@ def test_save_and_restore(tmp_path, replay):
         rs.restore_cache(tmp_path / "saved")
     with pytest.raises(ValueError, match="is not a saved cache"):
         rs.restore_cache(tmp_path)
+    changed = about.replace('"mamba2"', '"mamba9"')
+    for damaged in ("[]", '{"schema_version": 1}', changed):
+        (tmp_path / "saved" / "cache.json").write_text(damaged)
+        with pytest.raises(ValueError, match="schema version None|cannot be restored .KeyError"):
+            rs.restore_cache(tmp_path / "saved")
+    (tmp_path / "saved" / "cache.json").write_text(about)
+    files = [path for path in (tmp_path / "saved" / "arrays").rglob("*") if path.is_file()]
+    for file in files:
+        file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ValueError, match="cannot be restored"):
+        rs.restore_cache(tmp_path / "saved")
 
 
 def test_wrong_calls_are_refused_and_lose_nothing():

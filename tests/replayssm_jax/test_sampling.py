@@ -209,6 +209,7 @@ def test_ends_text():
         ({"seed": -1}, "seed must be an integer from 0"),
         ({"seed": 2**32}, "seed must be an integer from 0"),
         ({"stop_ids": (-1,)}, "stop_ids must be token ids"),
+        ({"stop_ids": (2**31,)}, "stop_ids must be token ids"),
         ({"stop_strings": "end"}, "stop_strings must be a list"),
         ({"stop_strings": ("",)}, "stop_strings must be a list"),
         ({"vocab_size": 0}, "vocab_size must be an integer of at least 1"),
