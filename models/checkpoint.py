@@ -176,7 +176,7 @@ def _model_dtype(dtype: Any | None, stored: Mapping[ParameterPath, Stored], conf
         chosen = jnp.dtype(dtype)
     except TypeError:
         chosen = None
-    if chosen not in COMPUTE_DTYPES:
+    if chosen is None or chosen not in COMPUTE_DTYPES:
         names = ", ".join(str(known) for known in COMPUTE_DTYPES)
         raise CheckpointError(f"dtype {chosen or dtype} is not supported; the supported dtypes are {names}")
     return chosen

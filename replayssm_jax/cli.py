@@ -175,6 +175,8 @@ def _info(options: argparse.Namespace) -> None:
     from replayssm_jax.config import ReplayConfig
 
     replay = ReplayConfig(buffer_length=options.buffer_length)
+    if options.max_length is not None and options.max_length < 1:
+        raise ValueError(f"max_length must be an integer of at least 1, got {options.max_length}.")
     path = resolve_source(options.source)
     config = read_config(path)
     dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else config.param_dtype))

@@ -138,6 +138,7 @@ def test_convert_writes_what_loads(checkpoint, tmp_path, capsys):
         ("generate --prompt a --model ./nowhere", "nowhere does not exist"),
         ("info ./nowhere", "nowhere does not exist"),
         ("info ./nowhere --buffer-length 0", "buffer_length must be an integer of at least 1"),
+        ("info ./nowhere --max-length 0", "max_length must be an integer of at least 1, got 0"),
         ("convert ./nowhere ./there", "nowhere does not exist"),
         ("", "the following arguments are required: COMMAND"),
     ],
