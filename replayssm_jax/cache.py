@@ -266,6 +266,8 @@ def _map_rows(function, cache: Cache, *others: Cache) -> Cache:
 
 def _row_indices(rows, name: str) -> Int32[Array, " n"]:
     indices = jnp.asarray(rows)
+    if indices.shape == (0,):
+        indices = indices.astype(jnp.int32)  # an empty list has no dtype of its own
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
             f"{name} takes rows as a one-dimensional integer array, got {indices.dtype}{list(indices.shape)}."

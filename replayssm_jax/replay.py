@@ -259,13 +259,22 @@ def _integers(value, shape: tuple, name: str) -> Int32[Array, "..."]:
     return array.astype(jnp.int32)
 
 
-def _tokens(tokens, cache: Cache) -> Int32[Array, "B T"]:
+def _tokens(tokens, model, cache: Cache) -> Int32[Array, "B T"]:
     array = jnp.asarray(tokens)
     if array.ndim != 2 or array.shape[0] != cache.batch or array.shape[1] < 1:
         raise ValueError(
             f"tokens must have shape [{cache.batch}, T] with T >= 1 for this cache, got {list(array.shape)}."
         )
-    return _integers(array, array.shape, "tokens")
+    ids = _integers(array, array.shape, "tokens")
+    # Tokens that are on the device already are trusted: reading them back would wait for the device.
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if vocab_size is not None and not isinstance(tokens, jax.Array):
+        host = np.asarray(tokens)
+        if host.min() < 0 or host.max() >= vocab_size:
+            raise ValueError(
+                f"tokens must lie in 0..{vocab_size - 1}, got {int(host.min())}..{int(host.max())}."
+            )
+    return ids
 
 
 def prefill(model, tokens, lengths, cache: Cache, *, return_hidden: bool = False):
@@ -276,11 +285,11 @@ def prefill(model, tokens, lengths, cache: Cache, *, return_hidden: bool = False
     Returns logits float32 [B, V] at each row's last real token, then, with return_hidden, the hidden states
     [B, S, hidden_size] after the final norm, then the cache with length 0. Hidden of pads and logits of rows
     with length 0 are finite but mean nothing.
-    Raises ValueError for a donated cache, wrong shapes or dtypes, lengths outside 0..S, and rows that would
-    outgrow max_length.
+    Raises ValueError for a donated cache, wrong shapes or dtypes, lengths outside 0..S, ids outside the
+    vocabulary (where the tokens are on the host), and rows that would outgrow max_length.
     """
     check_usable(cache)
-    tokens = _tokens(tokens, cache)
+    tokens = _tokens(tokens, model, cache)
     lengths = _integers(lengths, (cache.batch,), "lengths")
     if not any(isinstance(item, Tracer) for item in (lengths, cache.start)):
         counts, position = np.asarray(lengths), np.asarray(cache.position)
@@ -302,10 +311,11 @@ def step(model, tokens, cache: Cache, *, return_hidden: bool = False):
     overwrites the tokens of the last one. Compiles once for every T.
     Returns logits float32 [B, T, V], with return_hidden the hidden states [B, T, hidden_size] after the final
     norm, and the cache. Tokens at or beyond max_length are not kept by attention layers: stop there.
-    Raises ValueError for a donated cache, wrong shapes or dtypes, and T above the window.
+    Raises ValueError for a donated cache, wrong shapes or dtypes, ids outside the vocabulary (where the
+    tokens are on the host), and T above the window.
     """
     check_usable(cache)
-    tokens = _tokens(tokens, cache)
+    tokens = _tokens(tokens, model, cache)
     if tokens.shape[1] > cache.window:
         kind = (
             "an eager cache takes"

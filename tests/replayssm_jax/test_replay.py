@@ -400,6 +400,7 @@ def test_select_insert_and_reset_move_whole_rows():
     logits, cache = rs.step(model, np.stack([texts[2, 11:12], texts[0, :1], texts[2, 11:12]]), cache)
     assert_close(logits[1, 0], expected[0, 0])
     assert_close(logits[0, 0], expected[2, 11])
+    assert rs.select(cache, []).batch == 0
     cache = rs.reset(cache, np.array([-1, 3]))
     assert np.asarray(cache.position).tolist() == [11, 0, 0]
 
@@ -501,6 +502,8 @@ def test_wrong_calls_are_refused_and_lose_nothing():
             lambda: rs.prefill(model, random_tokens(2, 70), [70, 1], cache),
             "Row 0 would hold 70.*max_length=64",
         ),
+        (lambda: rs.step(model, np.full((2, 1), VOCAB), cache), r"tokens must lie in 0\.\.96, got 97\.\.97"),
+        (lambda: rs.prefill(model, np.full((2, 1), -1), [1, 1], cache), r"tokens must lie in 0\.\.96"),
         (lambda: rs.commit(cache, [1]), "accepted must have shape"),
         (lambda: rs.select(cache, [2]), r"rows in 0\.\.1"),
         (lambda: rs.select(cache, [[0]]), "one-dimensional"),
