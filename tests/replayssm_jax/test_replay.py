@@ -113,8 +113,9 @@ def test_b03_a_row_without_tokens_in_a_chunk_stays_bit_equal(family):
     assert np.asarray(cache.length).tolist() == [2, 0, 0]
 
 
-@pytest.mark.parametrize("taps", [2, 3, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "taps"), [("mamba2", 2), ("mamba2", 3), ("mamba2", 4), ("gated_delta", 4), ("kimi_delta", 4)]
+)
 def test_b04_prompts_and_chunks_shorter_than_the_convolution(family, taps):
     model = hot_model(family, conv_kernel=taps, layers=1)
     text = random_tokens(1, 32)
@@ -207,7 +208,7 @@ def test_b18_rejected_drafts_leave_no_trace(family, drafts):
 B19 = [(length, window) for length in (1, 2, 3, 4, 5, 8, 16) for window in (1, 2, 4, 8)]
 
 
-B19_BY_DEFAULT = {(1, 1), (3, 2), (4, 4), (5, 4), (16, 8)}
+B19_BY_DEFAULT = {(1, 1), (3, 2), (5, 4), (16, 8)}
 B19_CASES = [
     pytest.param(
         case,
