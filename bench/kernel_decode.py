@@ -200,7 +200,7 @@ def main() -> None:
                     settings = {"tokens": tokens, "state": state, "repeats": options.repeats}
                     try:
                         records = measure(name, batch, buffer_length=options.buffer_length, **settings)
-                    except Exception as error:  # One failing variant must not lose the others' lease.
+                    except Exception as error:  # One failing variant must not lose the others' results.
                         print(
                             f"{name} batch {batch} T {tokens} {state}: {type(error).__name__}: {error}"[:500]
                         )
