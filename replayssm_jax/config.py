@@ -11,8 +11,8 @@ class ReplayConfig:
 
     buffer_length: L, committed tokens a row may hold in the ring before its checkpoint is rewritten.
     window: the largest number of tokens one `step` may take (1 + drafts for speculative verification).
-    implementation: "auto" picks the fastest backend that serves the device, "xla" is portable JAX, "pallas"
-        the GPU kernels; an explicit request that cannot be served raises when the cache is made.
+    implementation: "xla" is portable JAX, "pallas" the GPU kernels; a request that cannot be served raises
+        when the cache is made. "auto" takes portable JAX on every device for now (see `backend.resolve`).
 
     Raises ValueError for sizes below 1, for buffer_length < window, and for an unknown implementation.
     """
