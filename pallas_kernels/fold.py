@@ -2,8 +2,8 @@
 registers.
 
 A flush folds the committed tokens, stores the tile and then continues with the call's tokens without storing;
-an eager step has no history and stores after its token. Tokens are applied one after the other, as the
-recurrence is written.
+an eager step has no history and stores after every token, into the slot of its position where several states
+a row are kept. Tokens are applied one after the other, as the recurrence is written.
 """
 
 import dataclasses
@@ -81,14 +81,16 @@ def fold_tiles(
     ctas: int,
     *,
     history: bool,
+    states: int = 1,
     granule: int = 8,
     overlap: bool = False,
     interpret: Any = None,
 ) -> None:
     """Outputs of the flushing rows into operands.out; rewrites their state tiles in place.
 
-    operands.state is a reference [B*G*tiles, 64, K]. history: fold the ring first and store then (a flush);
-    without it the rings are not touched and the state is stored after the last token (an eager step).
+    operands.state is a reference [states*B*G*tiles, 64, K]. history: fold the ring first and store then (a
+    flush). Without it the rings are not touched, and the state after position p is stored in slot p mod
+    `states` (an eager step from position `start`, at most `states` tokens).
     overlap: let the next kernel start at once; it must not depend on this one.
     """
     plgpu = mosaic_gpu()
@@ -141,7 +143,13 @@ def fold_tiles(
             row, start, length = cursor_in[at, 0], cursor_in[at, 1], cursor_in[at, 2]
             group, tile = lax.div(within, tiles), lax.rem(within, tiles)
             block = row * groups + group
-            place = row * row_tiles + within
+
+            def place_of(token: int) -> jax.Array:
+                """Where the state after the call's token lies; -1: the last one before the call."""
+                slot = lax.rem(start + (token + states), states) if states > 1 else 0
+                return slot * (geo.batch * row_tiles) + row * row_tiles + within
+
+            place = place_of(-1)
             head = lax.div(tile * TILE, geo.head_dim)
             first_head = group * geo.group_heads + head
 
@@ -220,8 +228,8 @@ def fold_tiles(
                         keys_ring[block, slot] = key.astype(key_dtype)
 
                 matrix = rule.token(tile_rule, matrix, value, key, here)
-                if t == tokens - 1 and not history:
-                    state[place] = matrix.astype(state_dtype)
+                if not history:
+                    state[place_of(t)] = matrix.astype(state_dtype)
                 readout = row_sums(row_products(plgpu, layout, [(matrix, reader)], fused))
                 out[row, t, group, tile] = rule.output(tile_rule, readout, value).astype(out.dtype)
             if history:

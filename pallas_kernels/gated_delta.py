@@ -197,4 +197,4 @@ KERNELS = Kernels(
         token=_token, output=_output, history=one_by_one(_token), scalars=2, head_constants=0
     ),
 )
-window, eager, step = KERNELS.window, KERNELS.eager, KERNELS.step
+window, eager, step, snapshots = KERNELS.window, KERNELS.eager, KERNELS.step, KERNELS.snapshots

@@ -112,4 +112,4 @@ KERNELS = Kernels(
     window_rule=MAMBA2,
     token_rule=TokenRule(token=_token, output=_output, history=_history, scalars=1, head_constants=2),
 )
-window, eager, step = KERNELS.window, KERNELS.eager, KERNELS.step
+window, eager, step, snapshots = KERNELS.window, KERNELS.eager, KERNELS.step, KERNELS.snapshots

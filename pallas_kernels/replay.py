@@ -9,6 +9,7 @@ place.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -75,6 +76,31 @@ class Kernels:
         call.fold(self.token_rule, plan, ctas, history=False, interpret=interpret)
         return call.outputs(), call.state()
 
+    def snapshots(
+        self,
+        states: jax.Array,
+        new: Ring,
+        reader: jax.Array,
+        constants: jax.Array | None,
+        position: jax.Array,
+        *,
+        out_dtype: Any = jnp.float32,
+        ctas: int = launch.EAGER_CTAS,
+        interpret: Any = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Outputs [B, T, H, V] and states of T eager steps that keep the state after every token.
+
+        states: [S, B, H, V, K], T <= S; the state after position p of a row lies in slot p mod S. position:
+        int32 [B], tokens of the row before the call; its state is read from slot position - 1.
+        """
+        slots, batch = states.shape[:2]
+        if new[0].shape[2] > slots:
+            raise launch.Unsupported(f"{new[0].shape[2]} tokens need as many states, got {slots}")
+        call = _Call(states, None, new, reader, constants, out_dtype, writes_state=True)
+        plan = launch.plan(jnp.ones((batch,), jnp.bool_), position, jnp.zeros((batch,), jnp.int32))
+        call.fold(self.token_rule, plan, ctas, history=False, states=slots, interpret=interpret)
+        return call.outputs(), call.state()
+
     def step(
         self,
         checkpoint: jax.Array,
@@ -118,14 +144,14 @@ class _Call:
         writes_state: bool = False,
     ) -> None:
         launch.require_jax()
-        batch, heads, head_dim, d_state = state.shape
+        copies, (batch, heads, head_dim, d_state) = math.prod(state.shape[:-4]), state.shape[-4:]
         groups, tokens = new[0].shape[1:3]
         slots = launch.GRANULE if ring is None else ring[0].shape[2]
         self.geometry = geo = Geometry(batch, groups, heads, head_dim, d_state, slots, tokens)
-        geo.check()
+        geo.check(copies)
         self.shapes = state.shape, () if ring is None else tuple(array.shape for array in ring)
         blocks, tiles = batch * groups, geo.tiles
-        state_view = state.reshape(blocks * tiles, TILE, d_state)
+        state_view = state.reshape(copies * blocks * tiles, TILE, d_state)
         values = keys = None
         scalars: tuple = ()
         if ring is not None:

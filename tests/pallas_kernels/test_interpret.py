@@ -1,5 +1,6 @@
 """The kernels in the Mosaic interpreter, on small shapes, against the float64 loop; needs no GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -78,6 +79,38 @@ def test_eager_step_is_the_float64_loop(name):
     )
     assert cases.error(outputs, wanted) < 1e-6
     assert state.shape == case.checkpoint.shape
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("gated_delta", marks=SLOW)])
+def test_snapshots_keep_the_state_after_every_token(name):
+    """Three slots, two tokens: the state of the last committed token is read, two others are replaced."""
+    case = cases.draw(SMALL[name], batch=2, tokens=2, buffer_length=2, slots=8)
+    case = dataclasses.replace(case, length=jnp.zeros((2,), jnp.int32))
+    position = np.array([4, 9], np.int32)
+    rows = np.arange(2)
+    others = np.float32(np.random.default_rng(0).normal(size=(3, *case.checkpoint.shape)))
+    others[(position - 1) % 3, rows] = np.asarray(case.checkpoint)
+    outputs, states = case.kernels.snapshots(
+        jnp.asarray(others),
+        case.new,
+        case.reader,
+        case.constants,
+        jnp.asarray(position),
+        interpret=interpreter(),
+    )
+    wanted, _ = cases.truth(case)
+    assert cases.error(outputs, wanted) < 1e-6
+    for count in (1, 2):
+        new = tuple(x[:, :, :count] if x.ndim == 4 else x[:, :count] for x in case.new)
+        committed = tuple(jnp.concatenate([x] * 4, axis=2 if x.ndim == 4 else 1) for x in new)
+        after = dataclasses.replace(
+            case, ring=committed, start=jnp.zeros((2,), jnp.int32), length=jnp.full((2,), count, jnp.int32)
+        )
+        _, folded = cases.truth(after)
+        assert cases.error(states[(position + count - 1) % 3, rows], folded) < 1e-6
+    kept = np.asarray(states)[(position - 1) % 3, rows]
+    np.testing.assert_array_equal(kept, np.asarray(case.checkpoint))
 
 
 def test_old_jax_is_refused_in_a_sentence():

@@ -47,6 +47,15 @@ def lower(name, tokens, *, batch=256, **dtypes):
         )
 
 
+def lower_snapshots(name, tokens, batch=256):
+    shape = SHAPES[name]
+    draw = functools.partial(cases.draw, shape, batch=batch, tokens=tokens, buffer_length=16, slots=24)
+    state, _, new, reader, constants, position, _ = jax.eval_shape(lambda: draw().arguments())
+    states = jax.ShapeDtypeStruct((tokens, *state.shape), state.dtype)
+    call = jax.jit(cases.KERNELS[shape.recurrence].snapshots, donate_argnums=0)
+    call.trace(states, new, reader, constants, position).lower(lowering_platforms=("cuda",))
+
+
 @pytest.mark.parametrize(("name", "tokens"), ALL)
 def test_kernels_lower_to_cuda(name, tokens):
     lower(name, tokens)
@@ -56,6 +65,12 @@ def test_kernels_lower_to_cuda(name, tokens):
 @pytest.mark.parametrize(("name", "tokens"), MORE)
 def test_kernels_lower_to_cuda_at_more_shapes(name, tokens):
     lower(name, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nano-4b", "qwen3.5-4b"])
+def test_snapshots_lower_to_cuda(name):
+    lower_snapshots(name, 4)
 
 
 @pytest.mark.slow
