@@ -147,21 +147,25 @@ def sampling_params(sampling: Sampling, vocab_size: int, stop_ids: Sequence[int]
 
 
 def token_keys(
-    seed: UInt32[Array, ""], prompt: Int32[Array, " B"], position: Int32[Array, " B"], purpose: int
+    seed: UInt32[Array, ""],
+    prompt: Int32[Array, " B"],
+    position: Int32[Array, " B"],
+    purpose: int | Int32[Array, " B"],
 ) -> Key[Array, " B"]:
-    """The key of the token at each row's `position`, for one purpose.
+    """The key of the token at each row's `position`, for one `Purpose` or a row's own.
 
     prompt: index of each row's prompt in the call. position: tokens before the one to be drawn, prompt
     included.
     """
 
-    def key(prompt, position):
+    def key(*words):
         key = jax.random.key(seed, impl="threefry2x32")
-        for word in (prompt, position, jnp.int32(purpose)):
+        for word in words:
             key = jax.random.fold_in(key, word)
         return key
 
-    return jax.vmap(key)(prompt, position)
+    purpose = jnp.broadcast_to(jnp.asarray(purpose, jnp.int32), prompt.shape)
+    return jax.vmap(key)(prompt, position, purpose)
 
 
 def within_vocabulary(logits: Float[Array, "*B V"], vocab_size: Int32[Array, ""]) -> Float32[Array, "*B V"]:

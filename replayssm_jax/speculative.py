@@ -1,0 +1,265 @@
+"""Speculative decoding: what a drafter is, and which of its drafts a verified window keeps.
+
+A step feeds a row's newest token and D drafts as one window of T = 1 + D tokens. The target's logits after
+token i of the window judge draft i + 1. The window keeps the drafts up to the first one that is refused, and
+one further token is drawn after those: 1 to T tokens a step, distributed as if drafting had never happened
+(Leviathan et al. 2023, "Fast inference from transformers via speculative decoding", algorithm 1). Inputs that
+were not kept are forgotten by `commit`, which does not move the cursors over them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from replayssm_jax.config import ReplayConfig
+from replayssm_jax.sampling import (
+    Purpose,
+    SamplingParams,
+    filtered_logits,
+    filtered_probabilities,
+    log_probabilities,
+    sample,
+    token_keys,
+    within_vocabulary,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Drafts:
+    """Tokens that a drafter proposes for the positions after each row's newest token.
+
+    tokens: the first `count` (0..D) of each row are proposals, the rest are ignored.
+    probabilities: of the whole vocabulary at each draft, filtered as the target's: what the draft was drawn
+    from. None when the drafter is deterministic.
+    """
+
+    tokens: Int32[Array, "B D"]
+    probabilities: Float32[Array, "B D V"] | None
+    count: Int32[Array, " B"]
+
+
+class Drafter:
+    """What proposes tokens; a registered pytree (its weights are leaves) of pure functions.
+
+    `state` is a pytree whose leaves have rows first, made by `init`; it is passed in, returned and donated.
+    `model` is the target. `position` counts a row's committed tokens, as `Cache.position` does; the newest
+    token is not committed and has that position. Entries of the state that belong to positions from there on
+    are scratch: rolling back is ignoring them.
+    """
+
+    def init(self, model: Any, batch: int, max_length: int, replay: ReplayConfig | None) -> Any:
+        """State of `batch` empty rows that can hold `max_length` tokens; drafts are replay.window - 1."""
+        return ()
+
+    def prefill(
+        self,
+        model: Any,
+        state: Any,
+        tokens: Int32[Array, "B S"],
+        hidden: Float[Array, "B S H"],
+        lengths: Int32[Array, " B"],
+        position: Int32[Array, " B"],
+    ) -> Any:
+        """Take a chunk of prompt: `lengths` tokens from `position` on, with the target's hidden states there.
+
+        hidden: after the final norm. A row with length 0 keeps its state.
+        """
+        return state
+
+    def draft(
+        self,
+        model: Any,
+        state: Any,
+        token: Int32[Array, " B"],
+        position: Int32[Array, " B"],
+        prompt: Int32[Array, " B"],
+        params: SamplingParams,
+        count: int,
+    ) -> tuple[Drafts, Any]:
+        """Propose `count` tokens after each row's newest `token`; draft i gets position + 1 + i.
+
+        prompt: index of each row's prompt, for `draw_drafts`.
+        """
+        raise NotImplementedError
+
+    def commit(
+        self,
+        model: Any,
+        state: Any,
+        tokens: Int32[Array, "B T"],
+        hidden: Float[Array, "B T H"],
+        accepted: Int32[Array, " B"],
+        position: Int32[Array, " B"],
+    ) -> Any:
+        """The target verified a window of T tokens from `position` on and keeps the first `accepted` (0..T).
+
+        position: before the window. With accepted 0 the row's state stands for the same text as before.
+        """
+        return state
+
+    def select(self, state: Any, rows: Int32[Array, " n"]) -> Any:
+        """A state of the given rows."""
+        return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
+
+    def insert(self, state: Any, part: Any, rows: Int32[Array, " n"]) -> Any:
+        """`state` with the rows of `part` in place of `rows`; indices >= B are dropped."""
+        return jax.tree.map(lambda leaf, new: leaf.at[rows].set(new, mode="drop"), state, part)
+
+    def reset(self, state: Any, rows: Int32[Array, " n"]) -> Any:
+        """`state` with `rows` empty; indices >= B are dropped."""
+        return jax.tree.map(lambda leaf: leaf.at[rows].set(jnp.zeros((), leaf.dtype), mode="drop"), state)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NoDrafts(Drafter):
+    """Proposes nothing: windows of one token, plain decoding."""
+
+    def draft(self, model, state, token, position, prompt, params, count):
+        none = jnp.zeros((token.shape[0], count), jnp.int32)
+        return Drafts(none, None, jnp.zeros_like(token)), state
+
+
+def draw_drafts(
+    logits: Float[Array, "B V"],
+    prompt: Int32[Array, " B"],
+    position: Int32[Array, " B"],
+    params: SamplingParams,
+) -> tuple[Int32[Array, " B"], Float32[Array, "B V"]]:
+    """Draw each row's draft for `position` from a drafter's raw logits.
+
+    Returns the tokens and the probabilities that they were drawn from, by the target's own filters.
+    """
+    token, _, _ = sample(logits, token_keys(params.seed, prompt, position, Purpose.DRAFT), params)
+    return token, filtered_probabilities(logits, params)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Verdict:
+    """What a verified window yields.
+
+    tokens: the first `count` (1..T) of each row: the drafts kept, then one token drawn after them.
+    logprobs: log-softmax of the raw target logits at `tokens`. finite: no logits that decided about the first
+    `count` tokens held NaN or +inf.
+    """
+
+    tokens: Int32[Array, "B T"]
+    logprobs: Float32[Array, "B T"]
+    count: Int32[Array, " B"]
+    finite: Bool[Array, " B"]
+
+
+def accept(
+    logits: Float[Array, "B T V"],
+    drafts: Drafts,
+    prompt: Int32[Array, " B"],
+    position: Int32[Array, " B"],
+    params: SamplingParams,
+) -> Verdict:
+    """Decide which drafts of a window of T = 1 + D tokens stand, and draw the token after them.
+
+    logits: raw, of the target after each token of the window. prompt: index of each row's prompt. position:
+    of the window's first token. Greedy (temperature 0): a draft stands when it is the best token. Otherwise
+    draft d, drawn from q, stands with probability min(1, p(d) / q(d)), p being the target's filtered
+    distribution; after a refusal the token is drawn from `residual(p, q)`, after none from p. A row without
+    drafts draws what plain decoding draws, from the same random numbers.
+    """
+    allowed = within_vocabulary(logits, params.vocab_size)
+    kept, last = jax.lax.cond(
+        params.temperature > 0, _by_chance, _greedily, allowed, drafts, prompt, position, params
+    )
+    index = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    # The token drawn stands in the rest of the window too, where it is ignored.
+    proposed = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
+    tokens = jnp.where(index < kept[:, None], proposed, last[:, None])
+    finite = jnp.isfinite(jnp.max(allowed, axis=-1)) | (index > kept[:, None])
+    return Verdict(tokens, log_probabilities(allowed, tokens), kept + 1, jnp.all(finite, axis=1))
+
+
+def residual(p: Float32[Array, "B V"], q: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
+    """Unnormalised distribution of the token after a refused draft: max(p - q, 0)."""
+    left = jnp.maximum(p - q, 0)
+    # Where p equals q nothing can be refused, but for the rounding of p / q.
+    return jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p)
+
+
+def _leading(stands: Bool[Array, "B D"], drafts: Drafts) -> Int32[Array, " B"]:
+    """How many of each row's drafts stand before the first that does not."""
+    index = jnp.arange(stands.shape[1], dtype=jnp.int32)[None, :]
+    stands = stands & (index < drafts.count[:, None])
+    return jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+
+
+def _at(values: Array, index: Int32[Array, " B"]) -> Array:
+    """values[b, index[b]] of every row."""
+    index = index.reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.take_along_axis(values, index, axis=1)[:, 0]
+
+
+def _greedily(allowed, drafts: Drafts, prompt, position, params):
+    best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    kept = _leading(drafts.tokens == best[:, :-1], drafts)
+    return kept, _at(best, kept)
+
+
+def _by_chance(allowed, drafts: Drafts, prompt, position, params):
+    size = drafts.tokens.shape[1]
+    kept = jnp.zeros_like(position)
+    if size:
+        stands = _drafts_that_stand(allowed[:, :-1], drafts, prompt, position, params)
+        kept = _leading(stands, drafts)
+    scores = filtered_logits(_at(allowed, kept), params)
+    refused = kept < drafts.count
+    if size:
+        index = jnp.minimum(kept, size - 1)
+        if drafts.probabilities is None:
+            q = jax.nn.one_hot(_at(drafts.tokens, index), allowed.shape[-1], dtype=jnp.float32)
+        else:
+            q = _at(drafts.probabilities, index)
+        left = jnp.log(residual(jax.nn.softmax(scores, axis=-1), q))
+        scores = jnp.where(refused[:, None], left, scores)
+    purpose = jnp.where(refused, jnp.int32(Purpose.RESIDUAL), jnp.int32(Purpose.SAMPLE))
+    keys = token_keys(params.seed, prompt, position + kept + 1, purpose)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[-1:], jnp.float32))(keys)
+    return kept, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
+
+
+def _drafts_that_stand(allowed, drafts: Drafts, prompt, position, params) -> Bool[Array, "B D"]:
+    """Each draft judged alone, one column of the window at a time: one filtered distribution is alive."""
+
+    def judge(column):
+        index, draft = column
+        logits = jax.lax.dynamic_index_in_dim(allowed, index, axis=1, keepdims=False)
+        p = _at(filtered_probabilities(logits, params), draft)
+        q = jnp.ones_like(p)
+        if drafts.probabilities is not None:
+            of_index = jax.lax.dynamic_index_in_dim(drafts.probabilities, index, axis=1, keepdims=False)
+            q = _at(of_index, draft)
+        keys = token_keys(params.seed, prompt, position + index + 1, Purpose.ACCEPT)
+        return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys) * q < p
+
+    columns = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32), drafts.tokens.T
+    return jax.lax.map(judge, columns).T
+
+
+def cut_short(
+    tokens: Int32[Array, "B T"],
+    count: Int32[Array, " B"],
+    remaining: Int32[Array, " B"],
+    params: SamplingParams,
+) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
+    """How many of a window's first `count` tokens a row may return, and whether the last is a stop id.
+
+    remaining: tokens the row may still return. The first stop id is returned, nothing after it.
+    """
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    stops = jnp.any(tokens[:, :, None] == params.stop_ids[None, None, :], axis=-1)
+    until_stop = jnp.min(jnp.where(stops, index + 1, tokens.shape[1]), axis=1)
+    count = jnp.minimum(jnp.minimum(count, remaining), until_stop)
+    last = jnp.maximum(count - 1, 0)
+    return count, (count > 0) & _at(stops, last)
