@@ -118,21 +118,23 @@ def step_segment(cache: Cache, tokens: int, active: Bool[Array, " B"] | None = N
 
 def recur(
     recurrence: ModuleType,
-    layer: RecurrentLayer | None,
+    layer: Any,
     inputs: Any,
     reader: Float[Array, "B G T K"],
     heads: Any,
     segment: Segment,
-) -> tuple[Float[Array, "B T H V"], RecurrentLayer | None]:
+) -> tuple[Float[Array, "B T H V"], Any]:
     """Run one recurrence over a segment.
 
     recurrence: a module of `replayssm_jax.recurrence`. layer: its buffers, or None to start from a zero state
-    and keep nothing. inputs, reader, heads: as that module defines them.
+    and keep nothing; buffers of another method than eager and replay bring their own `recur`. inputs, reader, heads: as that module defines them.
     Returns outputs float32 [B, T, H, V] and the layer's new buffers.
     """
     if layer is None:
         state = _zero_state(inputs, reader)
         return recurrence.prefill(state, inputs, reader, heads, segment.lengths)[0], None
+    if not isinstance(layer, RecurrentLayer):
+        return layer.recur(recurrence, inputs, reader, heads, segment)
     if segment.mode == "prefill":
         state = _flush(recurrence, layer, heads, segment)
         outputs, state = recurrence.prefill(state, inputs, reader, heads, segment.lengths)

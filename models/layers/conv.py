@@ -1,13 +1,13 @@
 """The short causal convolution in front of a recurrence, and its cached window."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from replayssm_jax.cache import RecurrentLayer
 from replayssm_jax.replay import Segment
 
 
@@ -21,9 +21,10 @@ class CausalConv(nnx.Module):
         self.taps = taps
 
     def __call__(
-        self, x: Float[Array, "B T C"], layer: RecurrentLayer | None, segment: Segment
-    ) -> tuple[Float[Array, "B T C"], RecurrentLayer | None]:
-        """Returns silu(conv(x)) in the dtype of x, and the layer with its window moved on."""
+        self, x: Float[Array, "B T C"], layer: Any, segment: Segment
+    ) -> tuple[Float[Array, "B T C"], Any]:
+        """Returns silu(conv(x)) in the dtype of x, and the layer (buffers with a `conv`, or None) with its
+        window moved on."""
         past = self.taps - 1
         if layer is None:
             columns = jnp.pad(x, ((0, 0), (past, 0), (0, 0)))
