@@ -1,0 +1,165 @@
+"""Published models with random weights: configurations, depth cuts, and weights made on the device.
+
+Sizes are those of the published config.json files. The mixture-of-experts models stand in with dense MLPs of the
+width that one token uses (`STAND_INS`); their recurrent and attention layers are the published ones.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.base import HybridModel
+from models.checkpoint import FAMILIES, abstract_model
+from models.config import ModelConfig, NemotronHConfig, Qwen35Config, parse_config
+from pallas_kernels.numerics import hash_uint32
+
+_NEMOTRON = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "head_dim": 128,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+_QWEN = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+}
+PUBLISHED = {
+    "nano-4b": _NEMOTRON
+    | {
+        "hidden_size": 3136,
+        "intermediate_size": 12544,
+        "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "mamba_num_heads": 96,
+        "mamba_head_dim": 80,
+    },
+    "qwen3.5-4b": _QWEN
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    # 22 experts of 2 x 1024 x 2688, two latent projections and a shared expert of 5376: 174 million weights.
+    "super": _NEMOTRON
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 21248,
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+        "EMEMEMEM*EMEMEMEME".replace("E", "-"),
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+    },
+    # 8 experts and a shared one of 3 x 3072 x 1024.
+    "q122": _QWEN
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 64,
+        "tie_word_embeddings": False,
+    },
+}
+STAND_INS = ("super", "q122")
+HUB_NAMES = {"nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16": "nano-4b", "Qwen/Qwen3.5-4B": "qwen3.5-4b"}
+
+
+def published(name: str) -> ModelConfig:
+    """The configuration of a model of `PUBLISHED`, by its short name or its name on the hub."""
+    name = HUB_NAMES.get(name, name)
+    if name not in PUBLISHED:
+        known = ", ".join((*PUBLISHED, *HUB_NAMES))
+        raise ValueError(f"There is no model {name!r}; known models are {known}.")
+    return parse_config(PUBLISHED[name])
+
+
+def layer_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """The kind of every layer, in the family's own words."""
+    return tuple(config.layer_pattern) if isinstance(config, NemotronHConfig) else config.layer_types
+
+
+def depth_cut(config: ModelConfig, layers: int | None) -> ModelConfig:
+    """The configuration with `layers` consecutive layers, the run whose mix of kinds is nearest the whole's.
+
+    None keeps them all. Raises ValueError for less than one layer or more than there are.
+    """
+    kinds = layer_kinds(config)
+    if layers is None:
+        return config
+    if not 1 <= layers <= len(kinds):
+        raise ValueError(f"layers must lie in 1..{len(kinds)}, got {layers}.")
+    whole = Counter(kinds)
+
+    def distance(first: int) -> float:
+        part = Counter(kinds[first : first + layers])
+        return sum((part[kind] / layers - count / len(kinds)) ** 2 for kind, count in whole.items())
+
+    first = min(range(len(kinds) - layers + 1), key=distance)
+    kept = kinds[first : first + layers]
+    if isinstance(config, Qwen35Config):
+        return dataclasses.replace(config, layer_types=kept)
+    return dataclasses.replace(config, layer_pattern="".join(kept))
+
+
+def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16) -> HybridModel:
+    """The model of a configuration with random weights.
+
+    Matrices are uniform with variance 1 / inputs, made by one small program a shape; vectors (norms, A_log,
+    dt_bias, D) are those of the family's own initialisation.
+    """
+    abstract = abstract_model(config, jnp.dtype(dtype))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+
+    @jax.jit
+    def vectors() -> list:
+        model = FAMILIES[type(config)][0](config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+        return [leaf for leaf in jax.tree.leaves(model) if leaf.ndim < 2]
+
+    small = iter(vectors())
+    filled = []
+    for index, (path, leaf) in enumerate(leaves):
+        if leaf.ndim < 2:
+            filled.append(next(small))
+            continue
+        table = any(name in jax.tree_util.keystr(path[:1]) for name in ("embed", "lm_head"))
+        inputs = leaf.shape[-1] if table else leaf.shape[-2]
+        bound = math.sqrt(3.0 / inputs)
+        filled.append(_matrix(jnp.uint32(index), jnp.float32(bound), shape=leaf.shape, dtype=leaf.dtype))
+    return jax.tree.unflatten(structure, filled)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _matrix(index: jax.Array, bound: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    element = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    fraction = (hash_uint32(index, element) >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-23)
+    return ((fraction - 1.0) * bound).astype(dtype)
