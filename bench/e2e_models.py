@@ -1,7 +1,7 @@
 """Published models with random weights: configurations, depth cuts, and weights made on the device.
 
-Sizes are those of the published config.json files. The mixture-of-experts models stand in with dense MLPs of the
-width that one token uses (`STAND_INS`); their recurrent and attention layers are the published ones.
+Sizes are those of the published config.json files. The mixture-of-experts models stand in with dense MLPs of
+the width that one token uses (`STAND_INS`); their recurrent and attention layers are the published ones.
 """
 
 import dataclasses

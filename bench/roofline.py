@@ -1,0 +1,252 @@
+"""Bytes and operations of one decode step, from a model's configuration, and the time they take at best.
+
+Three methods: `eager` (the state read and written for its one token), `replay` (the state read, written by
+the rows that flush; T tokens, 1 in plain decoding), `conventional` (T tokens, the state read once and written
+T times). A part is a kind of work: it takes the larger of bytes over bandwidth and operations over speed. The
+floor of a step is the sum over parts: one part's memory traffic does not overlap another's arithmetic.
+
+    python -m bench.roofline --model nano-4b --batch 512 --window 4
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bench.e2e_models import depth_cut, published
+from models.checkpoint import abstract_model
+from models.config import ModelConfig
+from replayssm_jax.cache import AttentionSpec, RecurrentSpec
+from replayssm_jax.recurrence import RECURRENCES
+
+METHODS = ("eager", "replay", "conventional")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """Speeds of a device. The bandwidths are measured on one H200 (read-only stream; copy, both directions
+    counted), the arithmetic is the data sheet's for dense bfloat16."""
+
+    read: float = 4.58e12
+    copy: float = 4.29e12
+    flops: float = 989e12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Work of one kind: bytes only read, bytes of data rewritten in place (both directions), operations."""
+
+    read: float = 0.0
+    copied: float = 0.0
+    flops: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        """All bytes that move."""
+        return self.read + self.copied
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        """The larger of the time for the bytes and the time for the operations."""
+        return max(self.read / ceilings.read + self.copied / ceilings.copy, self.flops / ceilings.flops)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phases:
+    """What a row does in the long run: `flushing` share of steps that flush, `length` mean committed ring
+    entries before a step, `probability` of every length 0..L, `accepted` tokens committed a step."""
+
+    flushing: float
+    length: float
+    probability: np.ndarray
+    accepted: float
+
+
+def phases(accepted: Sequence[float], buffer_length: int) -> Phases:
+    """The stationary distribution of a row's ring length.
+
+    accepted: probability that a step of T tokens commits 1, 2, .. T of them. A row with more than
+    buffer_length - T entries flushes first.
+    """
+    odds = np.asarray(accepted, np.float64)
+    if odds.ndim != 1 or odds.min() < 0 or abs(odds.sum() - 1.0) > 1e-6:
+        raise ValueError(f"accepted must be the probabilities of committing 1..T tokens, got {accepted!r}.")
+    tokens = len(odds)
+    if buffer_length < tokens:
+        raise ValueError(f"buffer_length must be at least {tokens}, got {buffer_length}.")
+    move = np.zeros((buffer_length + 1, buffer_length + 1))
+    for length in range(buffer_length + 1):
+        first = 0 if length + tokens > buffer_length else length
+        for count, chance in enumerate(odds, start=1):
+            move[length, first + count] += chance
+    # One equation too many, as they depend on each other: the balance of every length, and the sum of all.
+    system = np.vstack([move.T - np.eye(buffer_length + 1), np.ones(buffer_length + 1)])
+    right = np.zeros(buffer_length + 2)
+    right[-1] = 1.0
+    probability = np.clip(np.linalg.lstsq(system, right, rcond=None)[0], 0.0, None)
+    lengths = np.arange(buffer_length + 1)
+    return Phases(
+        flushing=float(probability[lengths + tokens > buffer_length].sum()),
+        length=float(probability @ lengths),
+        probability=probability / probability.sum(),
+        accepted=float(odds @ np.arange(1, tokens + 1)),
+    )
+
+
+def histogram(tokens: int, mean: float) -> tuple[float, ...]:
+    """Probabilities of committing 1..tokens tokens with the given mean, each draft accepted alike and after
+    the one before it; raises ValueError for a mean outside 1..tokens."""
+    if not 1.0 <= mean <= tokens:
+        raise ValueError(f"the mean of 1..{tokens} committed tokens cannot be {mean}.")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        low, high = (rate, high) if sum(rate**i for i in range(tokens)) < mean else (low, rate)
+    return tuple(high**i * (1.0 - high if i < tokens - 1 else 1.0) for i in range(tokens))
+
+
+def step_parts(
+    config: ModelConfig,
+    method: str,
+    batch: int,
+    *,
+    accepted: Sequence[float] = (1.0,),
+    buffer_length: int = 16,
+    context: float = 512.0,
+    activation_bytes: int = 2,
+    state_bytes: int = 4,
+) -> dict[str, Part]:
+    """The parts of one step: weights, head, state, ring, conv, kv, activations, logits.
+
+    accepted: as for `phases`; its length is T, the tokens of a step. context: mean committed tokens of a row,
+    whose keys and values are read. Weights and activations have `activation_bytes`, states `state_bytes`.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    if method == "eager" and len(accepted) != 1:
+        raise ValueError(f"an eager step takes one token, got the probabilities of {len(accepted)}.")
+    model = abstract_model(config, jnp.dtype(jnp.bfloat16))
+    tokens = len(accepted)
+    rows, width = batch * tokens, activation_bytes
+    recurrent = [spec for spec in model.cache_specs() if isinstance(spec, RecurrentSpec)]
+    attention = [spec for spec in model.cache_specs() if isinstance(spec, AttentionSpec)]
+    state = sum(spec.heads * spec.head_dim * spec.d_state for spec in recurrent) * batch * state_bytes
+    column = sum(spec.conv_channels for spec in recurrent) * batch * width
+    past = max((spec.conv_kernel - 1 for spec in recurrent), default=0)
+    token_kv = sum(2 * spec.kv_heads * spec.head_dim for spec in attention) * batch * width
+    scores = len(attention) * config.num_attention_heads * config.head_dim
+    ring = Part()
+    if method == "eager":
+        states = Part(copied=2 * state)
+    elif method == "conventional":
+        states = Part(copied=(1 + tokens) * state)
+    else:
+        long_run = phases(accepted, buffer_length)
+        entry = sum(entry_bytes(spec) for spec in recurrent) * batch
+        states = Part(read=(1 - long_run.flushing) * state, copied=2 * long_run.flushing * state)
+        ring = Part(read=long_run.length * entry, copied=tokens * entry)
+    kernels = matrices(model.layers)
+    weights = sum(math.prod(shape) for shape in kernels)
+    head = math.prod((model.embed if model.lm_head is None else model.lm_head).weight.shape)
+    return {
+        "weights": Part(read=weights * width, flops=2.0 * weights * rows),
+        "head": Part(read=head * width, flops=2.0 * head * rows),
+        "state": states,
+        "ring": ring,
+        "conv": Part(read=past * column, copied=tokens * column),
+        "kv": Part(read=context * token_kv, copied=tokens * token_kv, flops=4.0 * rows * context * scores),
+        "activations": Part(copied=sum(map(sum, kernels)) * rows * width),
+        "logits": Part(copied=2.0 * rows * config.vocab_size * 4),
+    }
+
+
+def matrices(layers: nnx.Module) -> list[tuple[int, ...]]:
+    """Shapes (inputs, outputs) of the layers' projections."""
+    leaves = jax.tree_util.tree_leaves_with_path(layers)
+    return [leaf.shape for path, leaf in leaves if ".kernel" in jax.tree_util.keystr(path)]
+
+
+def entry_bytes(spec: RecurrentSpec) -> int:
+    """Bytes of one ring entry of one row, activations in bfloat16."""
+    entry = jax.eval_shape(
+        lambda: RECURRENCES[spec.recurrence].zeros(
+            1,
+            1,
+            heads=spec.heads,
+            groups=spec.groups,
+            head_dim=spec.head_dim,
+            d_state=spec.d_state,
+            dtype=jnp.bfloat16,
+        )
+    )
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry))
+
+
+def floor(parts: dict[str, Part], ceilings: Ceilings) -> float:
+    """Seconds of a step at the roofline."""
+    return sum(part.seconds(ceilings) for part in parts.values())
+
+
+def total_bytes(parts: dict[str, Part]) -> float:
+    """Bytes that a step moves."""
+    return sum(part.bytes for part in parts.values())
+
+
+def table(parts: dict[str, Part], ceilings: Ceilings) -> str:
+    """A line a part: bytes, operations, microseconds and which of the two bounds it."""
+    lines = [f"{'part':12}{'MB':>10}{'GFLOP':>10}{'us':>10}  bound"]
+    for name, part in parts.items():
+        seconds = part.seconds(ceilings)
+        bound = "flops" if part.flops and seconds == part.flops / ceilings.flops else "bytes"
+        lines.append(
+            f"{name:12}{part.bytes / 1e6:10.1f}{part.flops / 1e9:10.1f}{seconds * 1e6:10.1f}  {bound}"
+        )
+    lines.append(f"{'step':12}{total_bytes(parts) / 1e6:10.1f}{'':10}{floor(parts, ceilings) * 1e6:10.1f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line; prints the parts of every method."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="nano-4b")
+    parser.add_argument("--layers", type=int, help="depth cut")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--window", type=int, default=4, help="T of the speculative methods")
+    parser.add_argument(
+        "--mean-accepted", type=float, default=3.0, help="tokens committed a speculative step"
+    )
+    parser.add_argument("--buffer-length", type=int, default=16)
+    parser.add_argument("--context", type=float, default=512.0)
+    for field in dataclasses.fields(Ceilings):
+        parser.add_argument(f"--{field.name}", type=float, default=field.default)
+    options = parser.parse_args()
+    config = depth_cut(published(options.model), options.layers)
+    ceilings = Ceilings(read=options.read, copy=options.copy, flops=options.flops)
+    spread = histogram(options.window, options.mean_accepted)
+    for method, accepted in (
+        ("eager", (1.0,)),
+        ("replay", (1.0,)),
+        ("replay", spread),
+        ("conventional", spread),
+    ):
+        parts = step_parts(
+            config,
+            method,
+            options.batch,
+            accepted=accepted,
+            buffer_length=options.buffer_length,
+            context=options.context,
+        )
+        tokens = options.batch * float(np.dot(accepted, np.arange(1, len(accepted) + 1)))
+        print(
+            f"\n{method}, T = {len(accepted)}: {tokens / floor(parts, ceilings):,.0f} tokens a second at best"
+        )
+        print(table(parts, ceilings))
+
+
+if __name__ == "__main__":
+    main()
