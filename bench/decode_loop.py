@@ -264,7 +264,8 @@ def line(record: dict) -> str:
     cut = f"{record['layers']} layers" if record["depth_cut"] else "full depth"
     return (
         f"{record['shape']:11} {cut:10} {record['method']:12} T {record['window']} "
-        f"L {record['buffer_length']:2} batch {record['batch']:4} {record['time_us']:9.0f} us a step, floor {record['floor_us']:9.0f}, "
+        f"L {record['buffer_length']:2} batch {record['batch']:4} "
+        f"{record['time_us']:9.0f} us a step, floor {record['floor_us']:9.0f}, "
         f"{record['tokens_per_second']:9.0f} tokens/s, peak {record['peak_bytes'] / 1e9:6.2f} GB, "
         f"compiled in {record['lowering_s'] + record['compile_s']:.0f} s"
     )

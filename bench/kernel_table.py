@@ -12,7 +12,7 @@ from jax.profiler import ProfileData
 
 
 def kernel_times(folder: Path) -> dict[str, tuple[int, float]]:
-    """Launches and microseconds of every GPU kernel of the newest trace in a folder, by name without numbers."""
+    """Launches and microseconds of the GPU kernels in a folder's newest trace, by name without numbers."""
     newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     totals: dict[str, list] = defaultdict(lambda: [0, 0.0])
     for plane in ProfileData.from_file(str(newest)).planes:

@@ -13,7 +13,7 @@ from tests.tiny_models import nemotron_config
 
 
 def test_published_sizes():
-    """Nemotron-3-Nano-4B has 3,973,556,832 parameters; Qwen3.5-4B about 4.2 billion beside its vision part."""
+    """Nemotron-3-Nano-4B has 3,973,556,832 parameters; the text part of Qwen3.5-4B about 4.2 billion."""
     assert parameter_count(published("nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16")) == 3_973_556_832
     assert 4.1e9 < parameter_count(published("Qwen/Qwen3.5-4B")) < 4.3e9
 
