@@ -5,7 +5,7 @@ commit of drawn counts, and the next tokens (the chosen one, and drafts that a h
 speculative step costs its verification and its choice of tokens; a drafter's own work is not in it. Rows
 start in the long-run distribution of their ring lengths, at positions within 64 tokens of each other.
 
-    python -m bench.decode_loop '{"model": "nano-4b", "layers": 10, "batch": 256, "method": "replay"}'
+    python -m bench.decode_loop '{"setting": {"model": "nano-4b", "batch": 256, "method": "replay"}}'
 """
 
 import argparse
@@ -30,7 +30,8 @@ import numpy as np
 
 from bench import roofline
 from bench.conventional import conventional_cache
-from bench.e2e_models import depth_cut, published, random_model
+from bench.e2e_models import depth_cut, layer_kinds, published, random_model
+from models.checkpoint import abstract_model, parameter_count
 from pallas_kernels.numerics import hash_uint32
 from replayssm_jax.cache import Cache
 from replayssm_jax.config import ReplayConfig
@@ -215,32 +216,103 @@ def measure(setting: Setting, lock: Path | None = None, trace: Path | None = Non
     }
 
 
-def run_all(
-    settings: Sequence[Setting], *, jobs: int, time_limit: float, report: Any = print
-) -> tuple[list[dict], list[dict]]:
-    """Measures every setting in a process of its own: (records, settings left out with the reason).
+def row_bytes(setting: Setting, max_length: int) -> int:
+    """Bytes of one row: its cache of max_length positions, and float32 logits of a step's tokens."""
+    config = depth_cut(published(setting.model), setting.layers)
+    network = abstract_model(config, jnp.dtype(jnp.bfloat16))
 
-    jobs: processes that run at once; they compile side by side and use the device in turns. time_limit:
-    seconds after which nothing is started any more and what runs is ended.
+    def bytes_of(batch: int) -> int:
+        build = functools.partial(empty_cache, setting, batch=batch, max_length=max_length)
+        leaves = jax.tree.leaves(jax.eval_shape(build, network))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    # Per-head constants do not depend on the batch.
+    return bytes_of(2) - bytes_of(1) + 4 * setting.window * config.vocab_size
+
+
+def concurrency(setting: Setting, max_length: int, memory: int, lock: Path | None = None) -> dict:
+    """The record of the largest batch: rows that fit beside bfloat16 weights into `memory` bytes.
+
+    The cache of that many rows is allocated once, with its logits, beside a block as large as the weights; an
+    out-of-memory error ends the process.
+    """
+    config = depth_cut(published(setting.model), setting.layers)
+    weights = 2 * parameter_count(config)
+    each = row_bytes(setting, max_length)
+    rows = (memory - weights) // each
+    network = abstract_model(config, jnp.dtype(jnp.bfloat16))
+    logits = rows * setting.window * config.vocab_size
+
+    @jax.jit
+    def allocate() -> tuple:
+        constants = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), network)
+        cache = empty_cache(setting, constants, rows, max_length)
+        return jnp.zeros((weights // 2,), jnp.bfloat16), jnp.zeros((logits,), jnp.float32), cache
+
+    with turn(lock):
+        held = jax.block_until_ready(allocate())
+        allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+        del held
+    return {
+        "shape": setting.model,
+        "layers": len(layer_kinds(config)),
+        "depth_cut": setting.layers is not None,
+        "method": setting.method,
+        "op": "concurrency",
+        "window": setting.window,
+        "buffer_length": setting.buffer_length,
+        "max_length": max_length,
+        "memory_bytes": memory,
+        "weight_bytes": weights,
+        "row_bytes": each,
+        "rows": rows,
+        "allocated_bytes": allocated,
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """A setting to be measured, or with `memory` the largest batch of it that fits."""
+
+    setting: Setting
+    memory: int | None = None
+    max_length: int = 2048
+
+    def run(self, lock: Path | None, trace: Path | None) -> dict:
+        """The record."""
+        if self.memory is None:
+            return measure(self.setting, lock, trace)
+        return concurrency(self.setting, self.max_length, self.memory, lock)
+
+
+def run_all(tasks: Sequence[Task], *, jobs: int, time_limit: float, lock: Path | None = None) -> tuple:
+    """Runs every task in a process of its own: (records, tasks left out with the reason).
+
+    jobs: processes at once; they compile side by side and use the device in turns. time_limit: seconds after
+    which nothing is started any more and what runs is ended. lock: a file shared with other programs that use
+    the device. Prints a line as a task ends.
     """
     deadline = time.monotonic() + time_limit
     records, left_out = [], []
+    environment = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+    } | os.environ
     with tempfile.TemporaryDirectory() as folder:
-        lock = Path(folder) / "device.lock"
+        turns = lock or Path(folder) / "device.lock"
 
-        def child(setting: Setting) -> tuple[dict | None, str]:
+        def child(task: Task) -> tuple[dict | None, str]:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None, "time limit"
-            body = json.dumps(dataclasses.asdict(setting))
-            command = [sys.executable, "-m", "bench.decode_loop", body, "--lock", str(lock)]
+            command = [sys.executable, "-m", "bench.decode_loop", json.dumps(dataclasses.asdict(task))]
             try:
                 done = subprocess.run(
-                    command,
+                    [*command, "--lock", str(turns)],
                     capture_output=True,
                     text=True,
                     timeout=left,
-                    env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ,
+                    env=environment,
                 )
             except subprocess.TimeoutExpired:
                 return None, "time limit"
@@ -249,22 +321,29 @@ def run_all(
             return json.loads(done.stdout.strip().splitlines()[-1]), ""
 
         with ThreadPoolExecutor(jobs) as pool:
-            for setting, (record, reason) in zip(settings, pool.map(child, settings), strict=True):
+            for task, (record, reason) in zip(tasks, pool.map(child, tasks), strict=True):
                 if record is None:
-                    left_out.append(dataclasses.asdict(setting) | {"reason": reason})
-                    report(f"left out: {setting.method} batch {setting.batch} T {setting.window}: {reason}")
+                    left_out.append(dataclasses.asdict(task) | {"reason": reason})
+                    setting = task.setting
+                    print(f"left out: {setting.method} batch {setting.batch} T {setting.window}: {reason}")
                 else:
                     records.append(record)
-                    report(line(record))
+                    print(line(record), flush=True)
     return records, left_out
 
 
 def line(record: dict) -> str:
     """A record as a line of text."""
     cut = f"{record['layers']} layers" if record["depth_cut"] else "full depth"
+    method = f"{record['method']:12} T {record['window']} L {record['buffer_length']:2}"
+    head = f"{record['shape']:11} {cut:10} {method}"
+    if record["op"] == "concurrency":
+        return (
+            f"{head} {record['rows']} rows of {record['row_bytes'] / 1e6:.1f} MB fit into "
+            f"{record['memory_bytes'] / 1e9:.1f} GB beside the weights"
+        )
     return (
-        f"{record['shape']:11} {cut:10} {record['method']:12} T {record['window']} "
-        f"L {record['buffer_length']:2} batch {record['batch']:4} "
+        f"{head} batch {record['batch']:4} "
         f"{record['time_us']:9.0f} us a step, floor {record['floor_us']:9.0f}, "
         f"{record['tokens_per_second']:9.0f} tokens/s, peak {record['peak_bytes'] / 1e9:6.2f} GB, "
         f"compiled in {record['lowering_s'] + record['compile_s']:.0f} s"
@@ -274,11 +353,12 @@ def line(record: dict) -> str:
 def main() -> None:
     """Command line; prints the record as JSON in the last line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("setting", type=json.loads, help="JSON object of the fields of Setting")
+    parser.add_argument("task", type=json.loads, help="JSON object of the fields of Task")
     parser.add_argument("--lock", type=Path, help="file to hold while the device is in use")
     parser.add_argument("--trace", type=Path, help="folder for a profile of one dispatch")
     options = parser.parse_args()
-    record = measure(Setting(**options.setting), options.lock, options.trace)
+    task = Task(**options.task | {"setting": Setting(**options.task["setting"])})
+    record = task.run(options.lock, options.trace)
     print(line(record))
     print(json.dumps(record))
 

@@ -97,16 +97,29 @@ def phases(accepted: Sequence[float], buffer_length: int) -> Phases:
     )
 
 
-def histogram(tokens: int, mean: float) -> tuple[float, ...]:
-    """Probabilities of committing 1..tokens tokens with the given mean, each draft accepted alike and after
-    the one before it; raises ValueError for a mean outside 1..tokens."""
+def draft_rate(tokens: int, mean: float) -> float:
+    """The chance of a draft to be accepted after those before it, so that a step of `tokens` commits `mean`.
+
+    Raises ValueError for a mean outside 1..tokens.
+    """
     if not 1.0 <= mean <= tokens:
         raise ValueError(f"the mean of 1..{tokens} committed tokens cannot be {mean}.")
     low, high = 0.0, 1.0
     for _ in range(60):
         rate = (low + high) / 2
-        low, high = (rate, high) if sum(rate**i for i in range(tokens)) < mean else (low, rate)
-    return tuple(high**i * (1.0 - high if i < tokens - 1 else 1.0) for i in range(tokens))
+        low, high = (rate, high) if committed(tokens, rate) < mean else (low, rate)
+    return high
+
+
+def committed(tokens: int, rate: float) -> float:
+    """Mean tokens committed by a step of `tokens`, drafts accepted at `rate`."""
+    return sum(rate**i for i in range(tokens))
+
+
+def histogram(tokens: int, mean: float) -> tuple[float, ...]:
+    """Probabilities of committing 1..tokens tokens with the given mean, every draft accepted at one rate."""
+    rate = draft_rate(tokens, mean)
+    return tuple(rate**i * (1.0 - rate if i < tokens - 1 else 1.0) for i in range(tokens))
 
 
 def step_parts(

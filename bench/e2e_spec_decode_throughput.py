@@ -1,0 +1,134 @@
+"""Throughput of speculative decoding: replay against the conventional method and against plain decoding.
+
+All four methods (`replay` and `conventional` with a window of T tokens, plain `replay` and `eager`) run on a
+published model with random weights, in processes of their own, at equal acceptance: counts drawn from the
+histogram whose drafts are accepted at one rate, which `--mean-accepted` fixes for T = 4. A step is the
+verification of T tokens and the choice of the next; no drafter runs (with a real one its cost is the same for
+both speculative methods). Whole models at T = 4 and the batches of `--full-batches`; everything else on a cut
+of `--layers` layers, whose records have `depth_cut`: the head weighs more there. `concurrency` records tell
+how many rows fit into `--memory`.
+
+    python -m bench.e2e_spec_decode_throughput --model nano-4b --commit HASH
+"""
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+from bench import result_file
+from bench.decode_loop import Setting, Task, run_all
+from bench.e2e_models import STAND_INS
+from bench.roofline import committed, draft_rate
+
+CUT_LAYERS = {"nano-4b": 10, "qwen3.5-4b": 8, "super": 11, "q122": 8}
+
+
+def points(base: Setting, batch: int, window: int, rate: float) -> list[Setting]:
+    """The four methods at one batch and window."""
+    speculative = {"window": window, "mean_accepted": committed(window, rate)}
+    changes = (
+        {"method": "replay", **speculative},
+        {"method": "conventional", **speculative},
+        {"method": "replay"},
+        {"method": "eager"},
+    )
+    return [dataclasses.replace(base, batch=batch, **change) for change in changes]
+
+
+def plan(options: argparse.Namespace) -> list[Task]:
+    """Every task, the most important ones first."""
+    rate = draft_rate(4, options.mean_accepted)
+    base = Setting(
+        model=options.model,
+        batch=1,
+        method="replay",
+        buffer_length=options.buffer_length,
+        context=options.context,
+        steps=options.steps,
+        repeats=options.repeats,
+    )
+    cut = dataclasses.replace(base, layers=options.layers or CUT_LAYERS[options.model])
+    settings = []
+    for batch in options.full_batches:
+        settings += points(base, batch, 4, rate)
+    for batch in options.batches:
+        settings += points(cut, batch, 4, rate)
+    for window in options.windows:
+        settings += points(cut, max(options.batches, default=256), window, rate)[:2]
+    tasks = [Task(setting=setting) for setting in settings]
+    if options.memory:
+        memory = {"memory": round(options.memory * 1e9), "max_length": options.max_length}
+        for setting in points(base, 1, 4, rate):
+            tasks.append(Task(setting=setting, **memory))
+    return tasks
+
+
+def ratios(records: list[dict]) -> str:
+    """Speculative replay against the others, a line for every batch and window."""
+    timed = {
+        (r["shape"], r["layers"], r["batch"], r["window"], r["method"]): r["tokens_per_second"]
+        for r in records
+        if r["op"] != "concurrency"
+    }
+    lines = [f"{'shape':11}{'layers':>7}{'batch':>6}{'T':>3}{'/conventional':>15}{'/eager':>8}{'/replay':>9}"]
+    for (shape, layers, batch, window, method), rate in timed.items():
+        if method == "replay" and window > 1:
+            others = [(window, "conventional"), (1, "eager"), (1, "replay")]
+            found = [timed.get((shape, layers, batch, *other)) for other in others]
+            cells = [f"{rate / other:.2f}" if other else "-" for other in found]
+            lines.append(f"{shape:11}{layers:7}{batch:6}{window:3}{cells[0]:>15}{cells[1]:>8}{cells[2]:>9}")
+    rows = {(r["method"], r["window"]): r["rows"] for r in records if r["op"] == "concurrency"}
+    if ("replay", 4) in rows and ("conventional", 4) in rows:
+        ratio = rows["replay", 4] / rows["conventional", 4]
+        lines.append(f"rows that fit, T = 4, replay over conventional: {ratio:.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line; prints the ratios last and writes the result file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",") if part]
+
+    parser.add_argument("--model", default="nano-4b", choices=CUT_LAYERS)
+    parser.add_argument("--full-batches", type=numbers, default=[256, 512], help="batches of the whole model")
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 64, 256], help="batches of the depth cut")
+    parser.add_argument(
+        "--windows", type=numbers, default=[2, 8], help="further T at the largest of --batches"
+    )
+    parser.add_argument("--layers", type=int, help="layers of the depth cut")
+    parser.add_argument("--mean-accepted", type=float, default=3.0, help="tokens committed a step at T = 4")
+    parser.add_argument("--buffer-length", type=int, default=16)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=16, help="steps a dispatch")
+    parser.add_argument("--repeats", type=int, default=5, help="dispatches timed")
+    parser.add_argument("--memory", type=float, help="GB for the concurrency records")
+    parser.add_argument("--max-length", type=int, default=2048, help="positions a row in those records")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile side by side")
+    parser.add_argument(
+        "--time-limit", type=float, default=3600.0, help="seconds; what is left out is listed"
+    )
+    parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    # This process only names the device; the memory is its children's.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    result = result_file.head("bench.e2e_spec_decode_throughput", options.commit)
+    if options.model in STAND_INS:
+        result["note"] = f"{options.model}: experts replaced by dense MLPs of the width that a token uses"
+    records, left_out = run_all(
+        plan(options), jobs=options.jobs, time_limit=options.time_limit, lock=options.lock
+    )
+    result |= {"left_out": left_out, "records": records}
+    out = options.out or result_file.RESULTS / f"e2e_spec_decode_throughput_{options.model}.json"
+    result_file.write(result, out)
+    print(ratios(records))
+
+
+if __name__ == "__main__":
+    main()
