@@ -12,6 +12,7 @@ from bench.embedded_shapes import CONFIGS, CONTEXT, END_OF_TEXT_ID
 from bench.embedded_text import END_OF_TEXT
 from models.checkpoint import FAMILIES
 from models.config import parse_config
+from models.matching import full_name
 
 # What stands before the names of the trunk's tensors.
 PREFIXES = {"nemotron_h": "backbone.", "qwen3_5_text": "model."}
@@ -53,8 +54,7 @@ def published_tensors(name: str, params: nnx.State) -> dict[str, np.ndarray]:
     for key, weight in weight_map(config).items():
         array = np.ascontiguousarray(weight.to_disk(np.asarray(values[weight.path][...], np.float32)))
         wide = key.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
-        full = key if key.startswith("lm_head") else prefix + key
-        tensors[full] = array if wide else array.astype(ml_dtypes.bfloat16)
+        tensors[full_name(prefix, key)] = array if wide else array.astype(ml_dtypes.bfloat16)
     return tensors
 
 

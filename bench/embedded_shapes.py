@@ -64,5 +64,7 @@ CONFIGS = {
             "mrope_interleaved": True,
         },
         "tie_word_embeddings": True,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
     },
 }

@@ -4,14 +4,16 @@
     python -m bench.train_embedded tiny-nemotron-h --data .data --out models/embedded --commit HASH
 
 AdamW with a cosine schedule on windows of both kinds of text, short ones first, then full contexts. The
-number of steps follows from --minutes and the measured time of a step. With --work, progress is saved
-there about every 30 seconds and an interrupted run goes on from it with the same steps, batches and
-schedule.
+schedule follows the clock over --minutes, or the steps over --steps. With --work, progress is saved there
+about every 30 seconds and an interrupted run goes on from it with the same batches and schedule. A
+multi-token-prediction head is trained with the trunk on all of its drafts (bench/embedded_drafts.py).
 
-Records of the result file: {"step", "tokens", "seconds", "loss" (nats a token, dropout on), and where
-measured "select_play", "select_code" (bits a byte)}, then one {"final": true, ...} with the bits a byte of
-the held-out `test` files under the stored (rounded) weights in float32, scored in contexts of CONTEXT tokens
-of which each new window repeats half, and the least dt met there.
+Records of the result file: {"step", "tokens", "seconds", "loss" (nats a token, dropout on), with a head
+"draft_loss" (nats), and where measured "select_play", "select_code" (bits a byte) and, with a head,
+"agreed_play", "agreed_code" (how often the first 1, 2, ... drafts all have the trunk's most likely token)},
+then one {"final": true, ...} with the bits a byte of the held-out `test` files under the stored (rounded)
+weights in float32, scored in contexts of CONTEXT tokens of which each new window repeats half, and the least
+dt met there.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from bench import result_file
+from bench.embedded_drafts import draft_losses
 from bench.embedded_export import write_checkpoint
 from bench.embedded_shapes import CONFIGS, CONTEXT
 from models.base import HybridModel
@@ -57,6 +60,8 @@ class Recipe:
     play_share: float = 0.5
     dt_floor: float = 0.003
     dt_weight: float = 0.1
+    drafts: int = 3
+    draft_weight: float = 0.2
     seed: int = 0
     compute: str = "float32"
 
@@ -114,11 +119,15 @@ def forward(model, tokens, rate: float = 0.0, key=None):
     return model.norm(x), least
 
 
-def losses(model, windows, rate: float = 0.0, key=None):
-    """Negative log-likelihoods [B, T] in nats of every token of a window but the first, and least log dt."""
+def losses(model, windows, drafts: int = 0, rate: float = 0.0, key=None):
+    """Negative log-likelihoods [B, T] in nats of every token of a window but the first, and least log dt.
+
+    Behind them, where `drafts` of the head are asked for, what `draft_losses` returns, else None.
+    """
     hidden, least = forward(model, windows[:, :-1], rate, key)
     logits = model.logits(hidden)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]), least
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    return nats, least, draft_losses(model, windows, hidden, logits, drafts) if drafts else None
 
 
 def sample_windows(texts: dict, key, length: int, batch: int, play_share: float):
@@ -137,6 +146,7 @@ class Trainer:
 
     def __init__(self, config, recipe: Recipe, texts: dict):
         self.recipe, self.texts = recipe, texts
+        self.drafts = recipe.drafts if config.mtp is not None else 0
         compute = jnp.dtype(recipe.compute)
         abstract = nnx.eval_shape(lambda: build(config, compute))
         self.graph, self.spec = nnx.split(abstract)
@@ -157,26 +167,30 @@ class Trainer:
         """The model in the compute dtype."""
         return nnx.merge(self.graph, jax.tree.map(lambda p, s: p.astype(s.dtype), params, self.spec))
 
-    def rate(self, step, total):
-        """Learning rate: linear warm-up, then a half cosine down to the last rate."""
+    def rate(self, step, done):
+        """Learning rate: linear warm-up times a half cosine down to the last rate over the share done."""
         recipe = self.recipe
-        fraction = jnp.clip((step - recipe.warmup_steps) / (total - recipe.warmup_steps), 0.0, 1.0)
-        cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * fraction))
+        cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(done, 0.0, 1.0)))
         peak = recipe.last_rate + (recipe.peak_rate - recipe.last_rate) * cosine
         return peak * jnp.minimum(1.0, (step + 1) / recipe.warmup_steps)
 
     def objective(self, params, windows, key):
-        """Mean loss plus the penalty that keeps every dt above its floor; the loss alone beside it."""
+        """Mean loss plus the weighted loss of the drafts and the penalty that keeps every dt above its floor.
+
+        Beside it the trunk's loss and the drafts' (0 without a head).
+        """
         recipe = self.recipe
-        nats, least = losses(self.model(params), windows, recipe.dropout, key)
+        nats, least, drafts = losses(self.model(params), windows, self.drafts, recipe.dropout, key)
         loss, penalty = nats.mean(), 0.0
         for log_dt in least:
             penalty += jnp.mean(jnp.square(jax.nn.relu(math.log(recipe.dt_floor) - log_dt)))
-        return loss + recipe.dt_weight * penalty, loss
+        draft_loss = jnp.float32(0.0) if drafts is None else drafts[0].mean()
+        total = loss + recipe.draft_weight * draft_loss + recipe.dt_weight * penalty
+        return total, jnp.stack([loss, draft_loss])
 
     @functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=1)
-    def run(self, state, texts, step, total, length: int, batch: int):
-        """`steps_a_dispatch` steps from `step` on; their mean loss."""
+    def run(self, state, texts, step, done, length: int, batch: int):
+        """`steps_a_dispatch` steps from `step` on, a share `done` of the run; mean losses [trunk, drafts]."""
 
         def one(state, step):
             params, moments = state
@@ -184,22 +198,24 @@ class Trainer:
             windows = sample_windows(texts, pick, length, batch, self.recipe.play_share)
             grads, loss = jax.grad(self.objective, has_aux=True)(params, windows, drop)
             updates, moments = self.optimizer.update(grads, moments, params)
-            rate = self.rate(step, total)
+            rate = self.rate(step, done)
             params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
             return (params, moments), loss
 
         state, trace = jax.lax.scan(one, state, step + jnp.arange(self.recipe.steps_a_dispatch))
-        return state, trace.mean()
+        return state, trace.mean(axis=0)
 
     @functools.partial(jax.jit, static_argnums=0)
     def score(self, params, windows):
-        """Negative log-likelihoods [B, T] in nats, and the least dt."""
-        return scores(self.model(params), windows)
+        """Negative log-likelihoods [B, T] in nats, the least dt, and the agreement of the drafts."""
+        model = self.model(params)
+        _, _, drafts = losses(model, windows, self.drafts)
+        return *scores(model, windows), jnp.zeros((0,)) if drafts is None else drafts[1]
 
 
 def scores(model, windows):
     """Negative log-likelihoods [B, T] in nats, and the least dt (inf where no layer has one)."""
-    nats, least = losses(model, windows)
+    nats, least, _ = losses(model, windows)
     return nats, jnp.exp(functools.reduce(jnp.minimum, [log_dt.min() for log_dt in least], jnp.inf))
 
 
@@ -239,28 +255,33 @@ def restore(work: Path, state):
     return jax.tree.unflatten(jax.tree.structure(state), leaves), progress
 
 
-def schedule(recipe: Recipe, total: int) -> list[tuple[int, int]]:
-    """(window length, windows) of every dispatch."""
-    dispatches = max(1, total // recipe.steps_a_dispatch)
-    plan = []
-    for length, batch, share in recipe.phases:
-        plan += [(length, batch)] * round(dispatches * share)
-    return (plan + [recipe.phases[-1][:2]] * dispatches)[:dispatches]
+def phase(recipe: Recipe, done: float) -> tuple[int, int]:
+    """(window length, windows a batch) where a share `done` of the run is over."""
+    for length, batch, share in recipe.phases[:-1]:
+        if done < share:
+            return length, batch
+        done -= share
+    return recipe.phases[-1][:2]
 
 
-def measure(trainer: Trainer, params, minutes: float) -> int:
-    """The steps that fit into `minutes`, from one timed dispatch of every phase (compilation not counted)."""
-    seconds = 0.0
-    for length, batch, share in trainer.recipe.phases:
-        for timed in (False, True):
-            state = jax.tree.map(jnp.copy, trainer.start(params))
-            began = time.perf_counter()
-            jax.block_until_ready(trainer.run(state, trainer.texts, 0, 1000.0, length, batch))
-            if timed:
-                spent = (time.perf_counter() - began) / trainer.recipe.steps_a_dispatch
-                seconds += share * spent
-                print(f"a step of {batch} x {length} tokens takes {spent:.3f} s")
-    return max(trainer.recipe.steps_a_dispatch, int(minutes * 60 / seconds))
+def evaluate(trainer: Trainer, params, tokens: np.ndarray, size: int) -> tuple[float, list[float]]:
+    """Bits a byte of a stream in windows of 1024 tokens, and the agreement of the drafts."""
+    agreed = []
+
+    def score(windows):
+        nats, dt, chain = trainer.score(params, windows)
+        agreed.append(np.asarray(chain))
+        return nats, dt
+
+    bits, _ = bits_a_byte(score, tokens, size, 1024, 0)
+    return round(float(bits), 4), [round(float(share), 4) for share in np.mean(agreed, axis=0)]
+
+
+def compile_all(trainer: Trainer, state) -> None:
+    """Compiles the programs of a run, so that its clock counts training only."""
+    for length, batch, _ in trainer.recipe.phases:
+        trainer.run(jax.tree.map(jnp.copy, state), trainer.texts, 0, 0.0, length, batch)
+    jax.block_until_ready(trainer.score(state[0], np.zeros((16, 1025), np.int32)))
 
 
 def train(trainer: Trainer, config, data: Path, arguments) -> tuple:
@@ -269,42 +290,42 @@ def train(trainer: Trainer, config, data: Path, arguments) -> tuple:
     state = trainer.start(initial_parameters(config))
     select = {kind: np.load(data / f"select_{kind}.npy") for kind in KINDS}
     sizes = json.loads((data / "text.json").read_text())["parts"]
-    progress = {"dispatch": 0, "records": [], "seconds": 0.0, "tokens": 0}
+    progress = {"step": 0, "records": [], "seconds": 0.0, "tokens": 0}
     found = restore(arguments.work, state) if arguments.work else None
     if found:
         state, progress = found
-    else:
-        progress["total"] = arguments.steps or measure(trainer, state[0], arguments.minutes)
-    plan = schedule(recipe, progress["total"])
-    if len(plan) == progress["dispatch"]:
-        return state[0], progress["records"]
-    evaluations = {len(plan) * (i + 1) // arguments.evaluations - 1 for i in range(arguments.evaluations)}
-    saved = began = time.perf_counter()
-    earlier, bar = progress["seconds"], tqdm(total=len(plan), initial=progress["dispatch"], mininterval=2.0)
-    for dispatch in range(progress["dispatch"], len(plan)):
-        length, batch = plan[dispatch]
-        step = dispatch * recipe.steps_a_dispatch
-        state, loss = trainer.run(state, trainer.texts, step, float(progress["total"]), length, batch)
-        progress["dispatch"] = dispatch + 1
+
+    def share_done() -> float:
+        if arguments.steps:
+            return progress["step"] / arguments.steps
+        return progress["seconds"] / (60 * arguments.minutes)
+
+    compile_all(trainer, state)
+    saved = began = time.perf_counter() - progress["seconds"]
+    bar = tqdm(total=100, mininterval=2.0, unit="%")
+    while (done := share_done()) < 1.0:
+        length, batch = phase(recipe, done)
+        state, loss = trainer.run(state, trainer.texts, progress["step"], done, length, batch)
+        loss, draft_loss = np.asarray(loss, np.float64).round(4).tolist()
+        progress["step"] += recipe.steps_a_dispatch
         progress["tokens"] += length * batch * recipe.steps_a_dispatch
-        record = {
-            "step": step + recipe.steps_a_dispatch,
-            "tokens": progress["tokens"],
-            "seconds": round(earlier + time.perf_counter() - began, 2),
-            "loss": round(float(loss), 4),
-        }
-        if dispatch in evaluations:
+        progress["seconds"] = round(time.perf_counter() - began, 2)
+        record = {name: progress[name] for name in ("step", "tokens", "seconds")} | {"loss": loss}
+        if trainer.drafts:
+            record["draft_loss"] = draft_loss
+        now = share_done()
+        due = int(now * arguments.evaluations) > int(done * arguments.evaluations)
+        if due:
             for kind in KINDS:
                 size = sizes[f"select_{kind}"]["bytes"]
-                score = functools.partial(trainer.score, state[0])
-                bits, _ = bits_a_byte(score, select[kind], size, 1024, 0)
-                record[f"select_{kind}"] = round(bits, 4)
-        if dispatch in evaluations or dispatch % max(1, len(plan) // 100) == 0:
+                bits, agreed = evaluate(trainer, state[0], select[kind], size)
+                record |= {f"select_{kind}": bits} | ({f"agreed_{kind}": agreed} if trainer.drafts else {})
+            bar.write(json.dumps(record))
+        if due or int(now * 100) > int(done * 100):
             progress["records"].append(record)
-        progress["seconds"] = record["seconds"]
-        bar.update()
-        bar.set_postfix({key: record[key] for key in ("loss", "select_play", "select_code") if key in record})
-        if arguments.work and (time.perf_counter() - saved > 30 or dispatch + 1 == len(plan)):
+        bar.update(min(100, int(now * 100)) - bar.n)
+        bar.set_postfix(loss=loss, step=progress["step"])
+        if arguments.work and (time.perf_counter() - saved > 30 or now >= 1.0):
             save(arguments.work, state, progress)
             saved = time.perf_counter()
     bar.close()

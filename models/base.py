@@ -4,8 +4,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from models.config import ModelConfig
 from models.layers.embedding import Embedding
 from models.layers.norm import RMSNorm
+from models.mtp import MTPHead
 from replayssm_jax.cache import Cache, LayerSpec, init_cache
 from replayssm_jax.config import DEFAULT_REPLAY, ReplayConfig
 from replayssm_jax.replay import Segment, fresh_segment
@@ -17,12 +19,15 @@ class HybridModel(nnx.Module):
     layers: blocks called as block(x, segment, layer_cache) -> (x, layer_cache), each with `spec` (its cache's
     sizes, or None) and `heads()` (its recurrence's per-head constants, or None).
     lm_head: None where the output head is the embedding matrix.
+    mtp: the multi-token-prediction head, or None.
     """
 
+    config: ModelConfig
     embed: Embedding
     layers: nnx.List
     norm: RMSNorm
     lm_head: Embedding | None
+    mtp: MTPHead | None = None
 
     def __call__(
         self, tokens: Int32[Array, "B T"], segment: Segment, layers: tuple | None

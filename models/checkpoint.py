@@ -20,8 +20,15 @@ from tqdm import tqdm
 
 from models import nemotron_h, qwen3_5
 from models.base import HybridModel
-from models.config import CheckpointError, ModelConfig, NemotronHConfig, Qwen35Config, parse_config
-from models.matching import match
+from models.config import (
+    CheckpointError,
+    ModelConfig,
+    NemotronHConfig,
+    Qwen35Config,
+    parse_config,
+    without_mtp,
+)
+from models.matching import has_mtp, match
 from models.orbax_io import ParameterPath, is_converted, read_parameters, write_parameters
 from models.safetensors_io import DTYPES, find_tensors, listing
 from models.sources import resolve_source
@@ -59,6 +66,17 @@ def read_config(directory: Path) -> ModelConfig:
 
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the text model, a tied head counted once."""
+    return _count(without_mtp(config))
+
+
+def mtp_parameter_count(config: ModelConfig) -> int:
+    """Parameters of the multi-token-prediction head that can be loaded; 0 where there is none."""
+    if config.mtp is None or config.mtp.unsupported:
+        return 0
+    return _count(config) - parameter_count(config)
+
+
+def _count(config: ModelConfig) -> int:
     return sum(math.prod(weight.shape) for weight in _weight_map(config).values())
 
 
@@ -68,16 +86,16 @@ def abstract_model(config: ModelConfig, dtype: np.dtype) -> HybridModel:
     return nnx.eval_shape(lambda: model(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
-def load_model(directory: Path, dtype: Any | None = None) -> HybridModel:
+def load_model(directory: Path, dtype: Any | None = None, *, mtp: bool = True) -> HybridModel:
     """The model of a checkpoint directory (published layout or converted), on the default device.
 
     dtype: of matrices, norms, convolutions and activations; None means float32 on a CPU and elsewhere the
     stored dtype, parameter by parameter where a tensor is float32. Scalars of the recurrences (A_log, D,
-    dt_bias) and the Gated DeltaNet norm are float32 always.
+    dt_bias) and the Gated DeltaNet norm are float32 always. mtp: load the multi-token-prediction head where
+    config.json announces one and its tensors are there; without it `model.mtp` is None.
     Raises CheckpointError, naming everything that does not fit, before a parameter is placed on the device.
     """
-    config = read_config(directory)
-    stored = _stored(directory, config)
+    config, stored = _stored(directory, read_config(directory), mtp=mtp)
     model_dtype = _model_dtype(dtype, stored, config)
     graph, state = nnx.split(abstract_model(config, model_dtype))
     variables = dict(nnx.to_flat_state(state))
@@ -101,7 +119,7 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike) -> Path:
     directory, destination = resolve_source(source), Path(destination).expanduser().absolute()
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{destination} exists and is not an empty directory")
-    stored = _stored(directory, read_config(directory))
+    _, stored = _stored(directory, read_config(directory))
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
     partial.mkdir()
@@ -135,12 +153,22 @@ def _read_json(file: Path) -> dict:
     return content
 
 
-def _stored(directory: Path, config: ModelConfig) -> dict[ParameterPath, Stored]:
-    expected = _weight_map(config)
+def _stored(
+    directory: Path, config: ModelConfig, *, mtp: bool = True
+) -> tuple[ModelConfig, dict[ParameterPath, Stored]]:
+    """Every parameter, and the configuration of the model that they make: with a head or without."""
     if is_converted(directory):
-        return _from_converted(directory, {weight.path: weight for weight in expected.values()})
-    tensors = match(directory, find_tensors(directory), expected)
-    return {
+        found = read_parameters(directory)
+        config = _loaded_config(directory, config, mtp and any(path[0] == "mtp" for path in found))
+        if config.mtp is None:
+            found = {path: value for path, value in found.items() if path[0] != "mtp"}
+        expected = {weight.path: weight for weight in _weight_map(config).values()}
+        return config, _from_converted(directory, found, expected)
+    headers = find_tensors(directory)
+    config = _loaded_config(directory, config, mtp and has_mtp(headers))
+    expected = _weight_map(config)
+    tensors = match(directory, headers, expected)
+    return config, {
         weight.path: Stored(
             dtype=np.dtype(DTYPES[tensors[name].dtype]),
             read=lambda tensor=tensors[name], weight=weight: weight.to_model(tensor.read()),
@@ -149,8 +177,20 @@ def _stored(directory: Path, config: ModelConfig) -> dict[ParameterPath, Stored]
     }
 
 
-def _from_converted(directory: Path, expected: Mapping[ParameterPath, Weight]) -> dict[ParameterPath, Stored]:
-    found = read_parameters(directory)
+def _loaded_config(directory: Path, config: ModelConfig, mtp: bool) -> ModelConfig:
+    if config.mtp is None or not mtp:
+        return without_mtp(config)
+    if config.mtp.unsupported:
+        raise CheckpointError(
+            f"the multi-token-prediction head in {directory} cannot be loaded: {config.mtp.unsupported}"
+            " (mtp=False leaves it out)"
+        )
+    return config
+
+
+def _from_converted(
+    directory: Path, found: Mapping[ParameterPath, np.ndarray], expected: Mapping[ParameterPath, Weight]
+) -> dict[ParameterPath, Stored]:
     problems = []
     for title, paths in (("missing", expected.keys() - found), ("unknown", found.keys() - expected)):
         if paths:

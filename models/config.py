@@ -22,6 +22,7 @@ _LETTER_OF_NAME = {
     "moe": "E",
 }
 _UNBUILT_LETTERS = {"E": "mixture of experts"}
+_MTP_LETTERS = "*-"
 _LAYER_NAMES = {"attention": "full_attention", "mamba": "linear_attention"}
 _DTYPES = ("float32", "bfloat16", "float16")
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -32,12 +33,23 @@ class CheckpointError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """The multi-token-prediction head that a configuration announces.
+
+    layers: its layers, named as those of the trunk. unsupported: why it cannot be loaded, empty where it can.
+    """
+
+    layers: tuple[str, ...]
+    unsupported: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NemotronHConfig:
     """Sizes and settings of a dense Nemotron-H model.
 
     `layer_pattern` has one letter a layer: M (Mamba-2), * (attention), - (MLP). `dt_limit` bounds the
     Mamba-2 step size after softplus; it is (0, inf) unless the file says otherwise. Only the convolution may
-    carry a bias.
+    carry a bias. `mtp` is None where no multi-token-prediction head is announced.
     """
 
     vocab_size: int
@@ -60,6 +72,7 @@ class NemotronHConfig:
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 4096
     param_dtype: str = "float32"
+    mtp: MTPConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +80,8 @@ class Qwen35Config:
     """Sizes and settings of the text part of a dense Qwen3.5 model.
 
     `layer_types` has "linear_attention" (Gated DeltaNet) or "full_attention" for each layer. The first
-    `rotary_dim` channels of an attention head rotate, with frequencies rope_theta^(-2i / rotary_dim).
+    `rotary_dim` channels of an attention head rotate, with frequencies rope_theta^(-2i / rotary_dim). `mtp`
+    is None where no multi-token-prediction head is announced.
     """
 
     vocab_size: int
@@ -89,9 +103,15 @@ class Qwen35Config:
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 32768
     param_dtype: str = "float32"
+    mtp: MTPConfig | None = None
 
 
 ModelConfig = NemotronHConfig | Qwen35Config
+
+
+def without_mtp(config: ModelConfig) -> ModelConfig:
+    """The configuration of the text model alone."""
+    return dataclasses.replace(config, mtp=None)
 
 
 def parse_config(raw: Mapping, generation: Mapping | None = None) -> ModelConfig:
@@ -140,6 +160,7 @@ def _nemotron_h(raw: Mapping, eos: tuple[int, ...]) -> NemotronHConfig:
         eos_token_ids=eos,
         max_position_embeddings=_size(raw, "max_position_embeddings", 4096),
         param_dtype=_dtype(raw),
+        mtp=_nemotron_h_mtp(raw),
     )
     _divides(config, "num_key_value_heads", "num_attention_heads")
     _divides(config, "n_groups", "mamba_num_heads")
@@ -176,10 +197,41 @@ def _qwen35(raw: Mapping, eos: tuple[int, ...]) -> Qwen35Config:
         eos_token_ids=_merge(_token_ids(text.get("eos_token_id")), eos),
         max_position_embeddings=_size(text, "max_position_embeddings", 32768),
         param_dtype=_dtype(text if _names_dtype(text) else raw),
+        mtp=_qwen35_mtp(text),
     )
     _divides(config, "num_key_value_heads", "num_attention_heads")
     _divides(config, "key_heads", "value_heads")
     return config
+
+
+def _nemotron_h_mtp(raw: Mapping) -> MTPConfig | None:
+    """One head of the letters in `mtp_hybrid_override_pattern` or `mtp_layers_block_type`."""
+    count = _count(raw, "num_nextn_predict_layers")
+    if not count:
+        return None
+    key = "mtp_hybrid_override_pattern"
+    letters = _typed(raw, key, str, "a string")
+    if letters is None:
+        key = "mtp_layers_block_type"
+        names = _typed(raw, key, list | tuple, "a list") or ("attention", "moe")
+        letters = "".join(_letter(key, str(name), i) for i, name in enumerate(names))
+    problem = ""
+    odd = [letter for letter in letters if letter not in _MTP_LETTERS]
+    if count > 1:
+        problem = f"num_nextn_predict_layers is {count}; one multi-token-prediction head is supported"
+    elif odd or not letters:
+        kinds = "; ".join(_where(letter, letters) for letter in dict.fromkeys(odd)) or "no layer"
+        problem = f"{key} has {kinds}; a multi-token-prediction head may have * (attention) and - (MLP)"
+    return MTPConfig(layers=tuple(letters), unsupported=problem)
+
+
+def _qwen35_mtp(text: Mapping) -> MTPConfig | None:
+    """A head of one full-attention layer, where `mtp_num_hidden_layers` says so."""
+    count = _count(text, "mtp_num_hidden_layers")
+    if not count:
+        return None
+    problem = "" if count == 1 else f"mtp_num_hidden_layers is {count}; one layer is supported"
+    return MTPConfig(layers=("full_attention",) * count, unsupported=problem)
 
 
 def layer_pattern(raw: Mapping) -> str:
@@ -336,6 +388,10 @@ def _size(raw: Mapping, key: str, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{key} is {value!r}; it must be a positive integer")
     return value
+
+
+def _count(raw: Mapping, key: str) -> int:
+    return 0 if raw.get(key) in (None, 0) else _size(raw, key, 1)
 
 
 def _number(raw: Mapping, key: str, default: float) -> float:

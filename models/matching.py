@@ -1,7 +1,7 @@
 """Which tensor on disk is which parameter: names, shapes and tied heads, all judged before any read."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,23 @@ from models.weights import Weight
 
 # Longest first. Text-only files of multimodal training stacks keep their language_model level.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "backbone.", "model.")
-# Vision towers and multi-token-prediction heads beside the text model.
-IGNORED = ("visual.", "mtp.")
+# Vision towers beside the text model, and a multi-token-prediction head that is not asked for.
+IGNORED = ("visual.",)
+MTP = "mtp."
 FLOATS = ("F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
 
 _HEAD = "lm_head.weight"
 _ROWS = 4096
+
+
+def full_name(prefix: str, name: str) -> str:
+    """A tensor's name on disk: only those of the trunk have the prefix."""
+    return prefix + name if _in_trunk(name) else name
+
+
+def has_mtp(found: Iterable[str]) -> bool:
+    """True where some tensor belongs to a multi-token-prediction head."""
+    return any(_split(name)[1].startswith(MTP) for name in found)
 
 
 def match(directory: Path, found: Mapping[str, Tensor], expected: Mapping[str, Weight]) -> dict[str, Tensor]:
@@ -30,20 +41,21 @@ def match(directory: Path, found: Mapping[str, Tensor], expected: Mapping[str, W
     problems: list[str] = []
     matched: dict[str, Tensor] = {}
     unknown = []
+    ignored = IGNORED if any(name.startswith(MTP) for name in expected) else (*IGNORED, MTP)
     levels: Counter[str] = Counter()
     for name, tensor in found.items():
         level, short = _split(name)
-        if short.startswith(IGNORED):
+        if short.startswith(ignored):
             continue
         if short in matched:
             problems.append(f"{matched[short].name} and {name} are the same parameter")
         elif short in expected or short == _HEAD:
             matched[short] = tensor
-            levels[level] += short != _HEAD
+            levels[level] += _in_trunk(short)
         else:
             unknown.append(name)
     prefix = levels.most_common(1)[0][0] if levels else ""
-    missing = [name if name == _HEAD else prefix + name for name in expected if name not in matched]
+    missing = [full_name(prefix, name) for name in expected if name not in matched]
     if missing:
         problems.insert(0, f"missing {listing(missing)}")
     if unknown:
@@ -59,6 +71,10 @@ def match(directory: Path, found: Mapping[str, Tensor], expected: Mapping[str, W
     if problems:
         raise CheckpointError(f"the weights in {directory} do not fit its config.json: {'; '.join(problems)}")
     return {name: matched[name] for name in expected}
+
+
+def _in_trunk(name: str) -> bool:
+    return name != _HEAD and not name.startswith(MTP)
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -8,13 +8,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from models.base import HybridModel
-from models.config import NemotronHConfig
+from models.config import MTPConfig, NemotronHConfig
 from models.layers.attention import attend
 from models.layers.conv import CausalConv
 from models.layers.embedding import Embedding
 from models.layers.groups import by_group
 from models.layers.mlp import MLP, bias_free, relu2
 from models.layers.norm import GateThenNorm, RMSNorm
+from models.mtp import MTPHead
 from models.weights import Weight, linear
 from pallas_kernels.numerics import mamba2_dt
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
@@ -146,6 +147,16 @@ class NemotronH(HybridModel):
             self.lm_head = None
         else:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        if config.mtp is None:
+            self.mtp = None
+        else:
+            self.mtp = MTPHead(
+                config.hidden_size,
+                [Block(letter, config, dtype=dtype, rngs=rngs) for letter in config.mtp.layers],
+                norm=functools.partial(RMSNorm, config.hidden_size, eps=config.norm_eps, dtype=dtype),
+                dtype=dtype,
+                rngs=rngs,
+            )
 
 
 def weight_map(config: NemotronHConfig) -> dict[str, Weight]:
@@ -158,12 +169,30 @@ def weight_map(config: NemotronHConfig) -> dict[str, Weight]:
     }
     if not config.tie_word_embeddings:
         weights["lm_head.weight"] = Weight(path=("lm_head", "weight"), shape=table)
-    mixers = {"M": _mamba2_weights, "*": _attention_weights, "-": _mlp_weights}
     for index, letter in enumerate(config.layer_pattern):
-        path, name = ("layers", index), f"layers.{index}"
-        weights[f"{name}.norm.weight"] = Weight(path=(*path, "norm", "weight"), shape=(size,))
-        mixer = mixers[letter](config, (*path, "mixer"))
-        weights |= {f"{name}.mixer.{key}": weight for key, weight in mixer.items()}
+        layer = _layer_weights(config, letter, ("layers", index))
+        weights |= {f"layers.{index}.{key}": weight for key, weight in layer.items()}
+    return weights | (_mtp_weights(config, config.mtp) if config.mtp is not None else {})
+
+
+def _layer_weights(config: NemotronHConfig, letter: str, path: tuple) -> dict[str, Weight]:
+    mixers = {"M": _mamba2_weights, "*": _attention_weights, "-": _mlp_weights}
+    mixer = mixers[letter](config, (*path, "mixer"))
+    norm = Weight(path=(*path, "norm", "weight"), shape=(config.hidden_size,))
+    return {"norm.weight": norm} | {f"mixer.{key}": weight for key, weight in mixer.items()}
+
+
+def _mtp_weights(config: NemotronHConfig, mtp: MTPConfig) -> dict[str, Weight]:
+    size, first, last = config.hidden_size, "mtp.layers.0", f"mtp.layers.{len(mtp.layers) - 1}"
+    weights = {
+        f"{first}.enorm.weight": Weight(path=("mtp", "embed_norm", "weight"), shape=(size,)),
+        f"{first}.hnorm.weight": Weight(path=("mtp", "hidden_norm", "weight"), shape=(size,)),
+        f"{first}.eh_proj.weight": linear("mtp", "proj", inputs=2 * size, outputs=size),
+        f"{last}.final_layernorm.weight": Weight(path=("mtp", "norm", "weight"), shape=(size,)),
+    }
+    for index, letter in enumerate(mtp.layers):
+        layer = _layer_weights(config, letter, ("mtp", "layers", index))
+        weights |= {f"mtp.layers.{index}.{key}": weight for key, weight in layer.items()}
     return weights
 
 

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from models.base import HybridModel
-from models.config import Qwen35Config
+from models.config import MTPConfig, Qwen35Config
 from models.layers.attention import attend
 from models.layers.conv import CausalConv
 from models.layers.embedding import Embedding
@@ -16,6 +16,7 @@ from models.layers.groups import by_group
 from models.layers.mlp import GatedMLP, bias_free
 from models.layers.norm import NormThenGate, RMSNorm
 from models.layers.rope import rotate
+from models.mtp import MTPHead
 from models.weights import Weight, linear
 from pallas_kernels.numerics import gated_delta_log_decay, l2_normalize
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
@@ -101,18 +102,27 @@ class GatedAttention(nnx.Module):
         """No recurrence, no constants."""
         return None
 
-    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
-        """Returns the layer's output in the dtype of x, and its cache."""
+    def project(self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"]):
+        """Returns q and gate [B, T, Nq, head_dim], k and v [B, T, N, head_dim]; q and k rotated."""
         config, shape = self.config, x.shape[:2]
         turn = functools.partial(
-            rotate, positions=segment.positions, rotary_dim=config.rotary_dim, theta=config.rope_theta
+            rotate, positions=positions, rotary_dim=config.rotary_dim, theta=config.rope_theta
         )
         q, gate = jnp.split(self.q_proj(x).reshape(*shape, -1, 2 * config.head_dim), 2, axis=-1)
         k = self.k_proj(x).reshape(*shape, -1, config.head_dim)
         v = self.v_proj(x).reshape(*shape, -1, config.head_dim)
-        y, layer = attend(turn(self.q_norm(q)), turn(self.k_norm(k)), v, layer, segment)
+        return turn(self.q_norm(q)), gate, turn(self.k_norm(k)), v
+
+    def output(self, y: Float[Array, "B T Nq C"], gate: Float[Array, "B T Nq C"]) -> Float[Array, "B T D"]:
+        """Gates what attention read and projects it."""
         gated = y * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(y.dtype)
-        return self.o_proj(gated.reshape(*shape, -1)), layer
+        return self.o_proj(gated.reshape(*y.shape[:2], -1))
+
+    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
+        """Returns the layer's output in the dtype of x, and its cache."""
+        q, gate, k, v = self.project(x, segment.positions)
+        y, layer = attend(q, k, v, layer, segment)
+        return self.output(y, gate), layer
 
 
 class Block(nnx.Module):
@@ -153,6 +163,16 @@ class Qwen35(HybridModel):
             self.lm_head = None
         else:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        if config.mtp is None:
+            self.mtp = None
+        else:
+            self.mtp = MTPHead(
+                config.hidden_size,
+                [Block(kind, config, dtype=dtype, rngs=rngs) for kind in config.mtp.layers],
+                norm=functools.partial(_norm, config.hidden_size, config, dtype),
+                dtype=dtype,
+                rngs=rngs,
+            )
 
 
 def weight_map(config: Qwen35Config) -> dict[str, Weight]:
@@ -166,25 +186,42 @@ def weight_map(config: Qwen35Config) -> dict[str, Weight]:
     if not config.tie_word_embeddings:
         weights["lm_head.weight"] = Weight(path=("lm_head", "weight"), shape=table)
     for index, kind in enumerate(config.layer_types):
-        path, name = ("layers", index), f"layers.{index}"
-        layer = {
-            "input_layernorm.weight": Weight(path=(*path, "input_norm", "weight"), shape=(size,)),
-            "post_attention_layernorm.weight": Weight(path=(*path, "mlp_norm", "weight"), shape=(size,)),
-        }
-        for part in ("gate_proj", "up_proj"):
-            layer[f"mlp.{part}.weight"] = linear(
-                *path, "mlp", part, inputs=size, outputs=config.intermediate_size
-            )
-        layer["mlp.down_proj.weight"] = linear(
-            *path, "mlp", "down_proj", inputs=config.intermediate_size, outputs=size
+        layer = _layer_weights(config, kind, ("layers", index))
+        weights |= {f"layers.{index}.{key}": weight for key, weight in layer.items()}
+    return weights | (_mtp_weights(config, config.mtp) if config.mtp is not None else {})
+
+
+def _layer_weights(config: Qwen35Config, kind: str, path: tuple) -> dict[str, Weight]:
+    size = config.hidden_size
+    layer = {
+        "input_layernorm.weight": Weight(path=(*path, "input_norm", "weight"), shape=(size,)),
+        "post_attention_layernorm.weight": Weight(path=(*path, "mlp_norm", "weight"), shape=(size,)),
+    }
+    for part in ("gate_proj", "up_proj"):
+        layer[f"mlp.{part}.weight"] = linear(
+            *path, "mlp", part, inputs=size, outputs=config.intermediate_size
         )
-        if kind == "linear_attention":
-            mixer = _gated_delta_weights(config, (*path, "mixer"))
-            layer |= {f"linear_attn.{key}": weight for key, weight in mixer.items()}
-        else:
-            mixer = _attention_weights(config, (*path, "mixer"))
-            layer |= {f"self_attn.{key}": weight for key, weight in mixer.items()}
-        weights |= {f"{name}.{key}": weight for key, weight in layer.items()}
+    layer["mlp.down_proj.weight"] = linear(
+        *path, "mlp", "down_proj", inputs=config.intermediate_size, outputs=size
+    )
+    if kind == "linear_attention":
+        mixer = _gated_delta_weights(config, (*path, "mixer"))
+        return layer | {f"linear_attn.{key}": weight for key, weight in mixer.items()}
+    mixer = _attention_weights(config, (*path, "mixer"))
+    return layer | {f"self_attn.{key}": weight for key, weight in mixer.items()}
+
+
+def _mtp_weights(config: Qwen35Config, mtp: MTPConfig) -> dict[str, Weight]:
+    size = config.hidden_size
+    weights = {
+        "mtp.fc.weight": linear("mtp", "proj", inputs=2 * size, outputs=size),
+        "mtp.pre_fc_norm_embedding.weight": Weight(path=("mtp", "embed_norm", "weight"), shape=(size,)),
+        "mtp.pre_fc_norm_hidden.weight": Weight(path=("mtp", "hidden_norm", "weight"), shape=(size,)),
+        "mtp.norm.weight": Weight(path=("mtp", "norm", "weight"), shape=(size,)),
+    }
+    for index, kind in enumerate(mtp.layers):
+        layer = _layer_weights(config, kind, ("mtp", "layers", index))
+        weights |= {f"mtp.layers.{index}.{key}": weight for key, weight in layer.items()}
     return weights
 
 

@@ -26,27 +26,28 @@ class Loaded:
     path: Path
 
 
-def load(source: str | os.PathLike, *, dtype: Any | None = None) -> Loaded:
+def load(source: str | os.PathLike, *, dtype: Any | None = None, mtp: bool = True) -> Loaded:
     """Loads a hybrid model with its tokenizer.
 
     source: a checkpoint directory (published or converted), an embedded name such as "tiny-nemotron-h", or a
     name on the Hugging Face hub. dtype: of parameters and activations; None means float32 on a CPU and the
-    stored dtype elsewhere.
+    stored dtype elsewhere. mtp: load the multi-token-prediction head where the checkpoint has one.
     Raises ValueError with one sentence that names everything in the checkpoint that does not fit.
     """
-    from models.checkpoint import load_model, read_config
+    from models.checkpoint import load_model
     from models.sources import resolve_source
     from models.tokenizer import load_tokenizer
 
     path = resolve_source(source)
-    config = read_config(path)
+    model = load_model(path, dtype, mtp=mtp)
+    config = model.config
     tokenizer = load_tokenizer(path)
     stop_ids, vocab_size = config.eos_token_ids, config.vocab_size
     if tokenizer is not None:
         vocab_size = min(vocab_size, len(tokenizer))
         stop_ids += () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return Loaded(
-        model=load_model(path, dtype),
+        model=model,
         config=config,
         tokenizer=tokenizer,
         stop_ids=tuple(dict.fromkeys(stop_ids)),

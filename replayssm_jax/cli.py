@@ -169,7 +169,8 @@ def _info(options: argparse.Namespace) -> None:
     import jax
     import jax.numpy as jnp
 
-    from models.checkpoint import abstract_model, parameter_count, read_config
+    from models.checkpoint import abstract_model, mtp_parameter_count, parameter_count, read_config
+    from models.config import without_mtp
     from models.sources import resolve_source
     from replayssm_jax.cache import cache_bytes
     from replayssm_jax.config import ReplayConfig
@@ -181,10 +182,11 @@ def _info(options: argparse.Namespace) -> None:
     config = read_config(path)
     dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else config.param_dtype))
     max_length = options.max_length or config.max_position_embeddings
-    specs = abstract_model(config, dtype).cache_specs()
+    specs = abstract_model(without_mtp(config), dtype).cache_specs()
     report = {
         "path": str(path),
         "parameters": parameter_count(config),
+        "mtp_parameters": mtp_parameter_count(config),
         "vocab_size": config.vocab_size,
         "dtype": dtype.name,
         "max_length": max_length,
@@ -194,6 +196,8 @@ def _info(options: argparse.Namespace) -> None:
             "replay": cache_bytes(specs, max_length, replay, dtype),
         },
     }
+    if config.mtp is not None and config.mtp.unsupported:
+        report["mtp_unsupported"] = config.mtp.unsupported
     if options.json:
         print(json.dumps(report))
         return
