@@ -8,18 +8,23 @@ from replayssm_jax.api import Loaded, convert, load
 from replayssm_jax.cache import Cache, insert, materialize, reset, select
 from replayssm_jax.cache_io import restore_cache, save_cache
 from replayssm_jax.config import ReplayConfig
+from replayssm_jax.drafters import Speculative
 from replayssm_jax.generate import Generation, Piece, generate, stream, warmup
 from replayssm_jax.replay import commit, prefill, step
 from replayssm_jax.sampling import Sampling
 from replayssm_jax.score import score
+from replayssm_jax.speculative import Drafter, Drafts
 
 __all__ = [
     "Cache",
+    "Drafter",
+    "Drafts",
     "Generation",
     "Loaded",
     "Piece",
     "ReplayConfig",
     "Sampling",
+    "Speculative",
     "commit",
     "convert",
     "generate",

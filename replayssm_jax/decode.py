@@ -1,7 +1,8 @@
-"""The device side of generation: a prompt enters a row by chunks, rows then decode several tokens a dispatch.
+"""The device side of generation: a prompt enters a row by chunks, rows then decode windows.
 
-Everything that changes from call to call (lengths, positions, options, which rows are busy) is traced, so
-programs are compiled once for every prefill bucket and once for every number of rows.
+A window is a row's newest token and its drafts: one token in plain decoding, whose drafter is `NoDrafts`.
+Everything that changes from call to call (lengths, positions, options, which rows are busy, how many drafts
+stand) is traced, so programs are compiled once for every prefill bucket and once for every number of rows.
 """
 
 import functools
@@ -17,14 +18,15 @@ from replayssm_jax.cache import Cache, reset, static
 from replayssm_jax.config import ReplayConfig
 from replayssm_jax.replay import commit_core, prefill_core, step_core, will_flush
 from replayssm_jax.sampling import Purpose, SamplingParams, ends_text, sample, token_keys
+from replayssm_jax.speculative import accept, at_index, cut_short
 
-DISPATCH_TOKENS = 16
+DISPATCH_STEPS = 16
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FlatModel:
-    """A model as a list of arrays: passing it to a jitted program takes a tenth of the NNX module's time."""
+    """A model or drafter as a list of arrays, which a program takes in a tenth of the NNX module's time."""
 
     arrays: list
     structure: Any = static()
@@ -58,36 +60,51 @@ class Rows:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Block:
-    """The tokens of one dispatch.
+class Tally:
+    """Counts of one step or more.
 
-    tokens, logprobs: the first `count` entries of each row are new.
-    steps: tokens that the longest row made. flushes: checkpoint rewrites, summed over rows.
+    steps: forward passes over all rows. row_steps: rows that decoded, summed over steps. flushes: of these,
+    those that rewrote the row's checkpoint. entries: committed ring entries read, summed over row steps.
+    drafted, accepted: drafts that were verified, and those of them that were returned.
     """
+
+    steps: Int32[Array, ""]
+    row_steps: Int32[Array, ""]
+    flushes: Int32[Array, ""]
+    entries: Int32[Array, ""]
+    drafted: Int32[Array, ""]
+    accepted: Int32[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Window:
+    """A verified window of T tokens a row that is not committed yet.
+
+    tokens, logprobs: the first `count` (0..T) entries of each row are new; a row that is not active has none.
+    finite: the logits behind a row's new tokens held neither NaN nor +inf.
+    inputs, hidden, position: what was fed, the hidden states there, and the committed tokens before.
+    """
+
+    tokens: Int32[Array, "B T"]
+    logprobs: Float32[Array, "B T"]
+    count: Int32[Array, " B"]
+    finite: Bool[Array, " B"]
+    tally: Tally
+    inputs: Int32[Array, "B T"]
+    hidden: Float[Array, "B T H"]
+    position: Int32[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Block:
+    """The tokens of one dispatch: the first `count` entries of each row are new."""
 
     tokens: Int32[Array, "B N"]
     logprobs: Float32[Array, "B N"]
     count: Int32[Array, " B"]
-    steps: Int32[Array, ""]
-    flushes: Int32[Array, ""]
-
-
-def _draw(
-    rows: Rows, logits: Float[Array, "B V"], position: Int32[Array, " B"], params: SamplingParams
-) -> tuple[Rows, Float32[Array, " B"]]:
-    """Choose the token at `position` of every active row; returns its log-probabilities too."""
-    keys = token_keys(params.seed, rows.prompt, position, Purpose.SAMPLE)
-    token, logprob, finite = sample(logits, keys, params)
-    finite |= ~rows.active
-    remaining = rows.remaining - rows.active.astype(jnp.int32)
-    drawn = Rows(
-        token=jnp.where(rows.active, token, rows.token),
-        active=rows.active & finite & ~ends_text(token, params) & (remaining > 0),
-        remaining=remaining,
-        prompt=rows.prompt,
-        finite=rows.finite & finite,
-    )
-    return drawn, logprob
+    tally: Tally
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "max_length", "replay"))
@@ -96,22 +113,56 @@ def empty_cache(model: FlatModel, batch: int, max_length: int, replay: ReplayCon
     return model.unflatten().init_cache(batch, max_length, replay)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, static_argnames=("batch", "max_length", "replay"))
+def empty_state(
+    model: FlatModel, drafter: FlatModel, batch: int, max_length: int, replay: ReplayConfig | None
+) -> Any:
+    """A drafter's state of empty rows."""
+    return drafter.unflatten().init(model.unflatten(), batch, max_length, replay)
+
+
+@jax.jit
+def select_state(drafter: FlatModel, state: Any, row: Int32[Array, ""]) -> Any:
+    """A drafter's state of one row."""
+    return drafter.unflatten().select(state, row[None])
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def insert_state(drafter: FlatModel, state: Any, part: Any, row: Int32[Array, ""]) -> Any:
+    """A drafter's state with the one row of `part` in place of `row`."""
+    return drafter.unflatten().insert(state, part, row[None])
+
+
+@functools.partial(jax.jit, donate_argnums=(1, 2))
 def clear_row(
-    cache: Cache, prompt: Int32[Array, ""], flush_at: Int32[Array, ""], params: SamplingParams
-) -> Cache:
-    """Empty a one-row cache for a prompt, with the prompt's own seed and first window."""
+    drafter: FlatModel,
+    cache: Cache,
+    state: Any,
+    prompt: Int32[Array, ""],
+    flush_at: Int32[Array, ""],
+    params: SamplingParams,
+) -> tuple[Cache, Any]:
+    """Empty a one-row cache and drafter's state for a prompt, with its own seed and first window."""
+    row = jnp.zeros((1,), jnp.int32)
     seeds = hash_uint32(params.seed, prompt.astype(jnp.uint32))[None]
-    return replace(reset(cache, jnp.zeros((1,), jnp.int32), seeds), flush_at=flush_at[None])
+    cache = replace(reset(cache, row, seeds), flush_at=flush_at[None])
+    return cache, drafter.unflatten().reset(state, row)
 
 
-@functools.partial(jax.jit, donate_argnums=3)
+@functools.partial(jax.jit, donate_argnums=(4, 5))
 def prefill_chunk(
-    model: FlatModel, tokens: Int32[Array, "1 S"], lengths: Int32[Array, " 1"], cache: Cache
-) -> tuple[Float[Array, "1 V"], Cache]:
-    """`prefill` of one chunk of a prompt."""
-    logits, _, cache = prefill_core(model.unflatten(), tokens, lengths, cache)
-    return logits, cache
+    model: FlatModel,
+    drafter: FlatModel,
+    tokens: Int32[Array, "1 S"],
+    lengths: Int32[Array, " 1"],
+    cache: Cache,
+    state: Any,
+) -> tuple[Float[Array, "1 V"], Cache, Any]:
+    """`prefill` of one chunk of a prompt, by the model and by the drafter."""
+    network, position = model.unflatten(), cache.position
+    logits, hidden, cache = prefill_core(network, tokens, lengths, cache)
+    state = drafter.unflatten().prefill(network, state, tokens, hidden, lengths, position)
+    return logits, cache, state
 
 
 @jax.jit
@@ -134,7 +185,28 @@ def first_token(
         prompt=prompt[None],
         finite=yes,
     )
-    return _draw(row, logits, position[None], params)
+    keys = token_keys(params.seed, row.prompt, position[None], Purpose.SAMPLE)
+    token, logprob, finite = sample(logits, keys, params)
+    return _moved_on(row, token, jnp.ones((1,), jnp.int32), finite, params), logprob
+
+
+def _moved_on(
+    rows: Rows,
+    token: Int32[Array, " B"],
+    count: Int32[Array, " B"],
+    finite: Bool[Array, " B"],
+    params: SamplingParams,
+) -> Rows:
+    """Rows after `count` further tokens each, the last of which is `token`."""
+    token = jnp.where(count > 0, token, rows.token)
+    remaining = rows.remaining - count
+    return Rows(
+        token=token,
+        active=rows.active & finite & ~ends_text(token, params) & (remaining > 0),
+        remaining=remaining,
+        prompt=rows.prompt,
+        finite=rows.finite & finite,
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -143,50 +215,143 @@ def seat(rows: Rows, one: Rows, row: Int32[Array, ""]) -> Rows:
     return jax.tree.map(lambda old, new: old.at[row].set(new[0]), rows, one)
 
 
-@functools.partial(jax.jit, donate_argnums=(1, 2))
-def decode(
-    model: FlatModel,
+def _verify(
+    network: Any, drafter: Any, rows: Rows, cache: Cache, state: Any, params: SamplingParams, drafts: int
+) -> tuple[Cache, Any, Window]:
+    """Draft, feed the window, and decide what each active row gets; nothing is committed.
+
+    A row that is not active feeds its last token: neither its cursors nor, in an eager cache, its state move.
+    """
+    position = cache.position
+    proposed, state = drafter.draft(network, state, rows.token, position, rows.prompt, params, drafts)
+    # The token after the drafts needs room in the budget too.
+    count = jnp.where(rows.active, jnp.clip(rows.remaining - 1, 0, proposed.count), 0)
+    proposed = replace(proposed, count=count)
+    inputs = jnp.concatenate([rows.token[:, None], proposed.tokens], axis=1)
+    flushes = rows.active & will_flush(cache, 1 + drafts)
+    logits, hidden, cache = step_core(network, inputs, cache, rows.active)
+    verdict = accept(logits, proposed, rows.prompt, position, params)
+    count = jnp.where(rows.active, cut_short(verdict.tokens, verdict.count, rows.remaining, params), 0)
+    index = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
+
+    def total(values):
+        return jnp.sum(values, dtype=jnp.int32)
+
+    window = Window(
+        tokens=verdict.tokens,
+        logprobs=verdict.logprobs,
+        count=count,
+        finite=jnp.all(verdict.finite | (index >= count[:, None]), axis=1),
+        tally=Tally(
+            steps=jnp.ones((), jnp.int32),
+            row_steps=total(rows.active),
+            flushes=total(flushes),
+            entries=total(jnp.where(rows.active, cache.length, 0)),
+            drafted=total(proposed.count),
+            accepted=total(jnp.minimum(count, verdict.count - 1)),
+        ),
+        inputs=inputs,
+        hidden=hidden,
+        position=position,
+    )
+    return cache, state, window
+
+
+def _settle(
+    network: Any,
+    drafter: Any,
     rows: Rows,
     cache: Cache,
+    state: Any,
+    window: Window,
+    count: Int32[Array, " B"],
+    params: SamplingParams,
+) -> tuple[Rows, Cache, Any]:
+    """Keep the first `count` <= window.count new tokens of each row: as many inputs are committed."""
+    cache = commit_core(cache, count)
+    state = drafter.commit(network, state, window.inputs, window.hidden, count, window.position)
+    last = at_index(window.tokens, jnp.maximum(count - 1, 0))
+    return _moved_on(rows, last, count, window.finite, params), cache, state
+
+
+@functools.partial(jax.jit, donate_argnums=(2, 3, 4), static_argnames="drafts")
+def decode(
+    model: FlatModel,
+    drafter: FlatModel,
+    rows: Rows,
+    cache: Cache,
+    state: Any,
     busy: Bool[Array, " B"],
     limit: Int32[Array, ""],
     least_active: Int32[Array, ""],
     params: SamplingParams,
-) -> tuple[Rows, Cache, Block]:
-    """Up to `limit` <= 16 steps of every active row, while at least `least_active` rows are active.
+    drafts: int,
+) -> tuple[Rows, Cache, Any, Block]:
+    """Up to `limit` <= 16 windows of every active row, while at least `least_active` rows are active.
 
-    busy: rows that the host still wants; the others become inactive first. A row that is not active feeds its
-    last token with accepted 0: neither its cursors nor, in an eager cache, its state move.
+    busy: rows that the host still wants; the others become inactive first. state: the drafter's.
+    drafts: proposed a window.
     """
-    network = model.unflatten()
-    batch = rows.token.shape[0]
+    network, proposer = model.unflatten(), drafter.unflatten()
+    batch, width = rows.token.shape[0], DISPATCH_STEPS * (1 + drafts)
+    zero = jnp.zeros((), jnp.int32)
     block = Block(
-        tokens=jnp.zeros((batch, DISPATCH_TOKENS), jnp.int32),
-        logprobs=jnp.zeros((batch, DISPATCH_TOKENS), jnp.float32),
+        tokens=jnp.zeros((batch, width), jnp.int32),
+        logprobs=jnp.zeros((batch, width), jnp.float32),
         count=jnp.zeros((batch,), jnp.int32),
-        steps=jnp.zeros((), jnp.int32),
-        flushes=jnp.zeros((), jnp.int32),
+        tally=Tally(zero, zero, zero, zero, zero, zero),
     )
+    index = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
 
     def goes_on(carry):
-        rows, _, block = carry
-        return (block.steps < limit) & (jnp.sum(rows.active, dtype=jnp.int32) >= least_active)
+        rows, _, _, block = carry
+        return (block.tally.steps < limit) & (jnp.sum(rows.active, dtype=jnp.int32) >= least_active)
 
-    def one_token(carry):
-        rows, cache, block = carry
-        advance = rows.active.astype(jnp.int32)
-        flushes = jnp.sum(will_flush(cache, 1), dtype=jnp.int32)
-        logits, _, cache = step_core(network, rows.token[:, None], cache, rows.active)
-        cache = commit_core(cache, advance)
-        rows, logprob = _draw(rows, logits[:, 0], cache.position, params)
+    def one_window(carry):
+        rows, cache, state, block = carry
+        cache, state, window = _verify(network, proposer, rows, cache, state, params, drafts)
+        rows, cache, state = _settle(network, proposer, rows, cache, state, window, window.count, params)
+        column = jnp.where(index < window.count[:, None], block.count[:, None] + index, width)
         block = Block(
-            tokens=jax.lax.dynamic_update_index_in_dim(block.tokens, rows.token, block.steps, axis=1),
-            logprobs=jax.lax.dynamic_update_index_in_dim(block.logprobs, logprob, block.steps, axis=1),
-            count=block.count + advance,
-            steps=block.steps + 1,
-            flushes=block.flushes + flushes,
+            tokens=block.tokens.at[row, column].set(window.tokens, mode="drop"),
+            logprobs=block.logprobs.at[row, column].set(window.logprobs, mode="drop"),
+            count=block.count + window.count,
+            tally=jax.tree.map(jnp.add, block.tally, window.tally),
         )
-        return rows, cache, block
+        return rows, cache, state, block
 
     rows = replace(rows, active=rows.active & busy)
-    return jax.lax.while_loop(goes_on, one_token, (rows, cache, block))
+    return jax.lax.while_loop(goes_on, one_window, (rows, cache, state, block))
+
+
+@functools.partial(jax.jit, donate_argnums=(2, 3, 4), static_argnames="drafts")
+def verify(
+    model: FlatModel,
+    drafter: FlatModel,
+    rows: Rows,
+    cache: Cache,
+    state: Any,
+    busy: Bool[Array, " B"],
+    params: SamplingParams,
+    drafts: int,
+) -> tuple[Rows, Cache, Any, Window]:
+    """The first half of one window of `decode`, for a host that decides how much of it is kept."""
+    rows = replace(rows, active=rows.active & busy)
+    cache, state, window = _verify(model.unflatten(), drafter.unflatten(), rows, cache, state, params, drafts)
+    return rows, cache, state, window
+
+
+@functools.partial(jax.jit, donate_argnums=(2, 3, 4))
+def settle(
+    model: FlatModel,
+    drafter: FlatModel,
+    rows: Rows,
+    cache: Cache,
+    state: Any,
+    window: Window,
+    count: Int32[Array, " B"],
+    params: SamplingParams,
+) -> tuple[Rows, Cache, Any]:
+    """The second half: keep the first `count` <= window.count new tokens of each row."""
+    return _settle(model.unflatten(), drafter.unflatten(), rows, cache, state, window, count, params)

@@ -4,6 +4,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -11,10 +12,12 @@ from replayssm_jax.api import Loaded
 from replayssm_jax.buckets import prefill_buckets, rounded_length
 from replayssm_jax.cache import Cache, check_usable
 from replayssm_jax.config import DEFAULT_REPLAY, ReplayConfig
+from replayssm_jax.drafters import Speculative, drafter_of, with_window
 from replayssm_jax.memory import refuse_what_cannot_fit
 from replayssm_jax.prompts import encode_prompts, refuse_empty
 from replayssm_jax.sampling import DEFAULT_SAMPLING, Sampling
 from replayssm_jax.scheduler import Request, Scheduler, Stats, flush_offset
+from replayssm_jax.speculative import Drafter, NoDrafts
 from replayssm_jax.text import TextStream
 
 
@@ -27,7 +30,7 @@ class Generation:
     logprobs: log-softmax of the raw logits over the vocabulary, at each of `tokens`.
     finish_reasons: "stop" (a stop id or a stop string) or "length".
     cache: all tokens but the newest of each row, for `continue_from`; None when there were more prompts than
-        rows.
+        rows. drafter_state: what the drafter keeps of them.
     """
 
     tokens: list[list[int]]
@@ -36,6 +39,7 @@ class Generation:
     finish_reasons: list[Literal["stop", "length"]]
     stats: Stats
     cache: Cache | None = field(repr=False)
+    drafter_state: Any = field(repr=False)
 
 
 class Piece(NamedTuple):
@@ -52,6 +56,7 @@ def generate(
     sampling: Sampling = DEFAULT_SAMPLING,
     *,
     replay: ReplayConfig | None = DEFAULT_REPLAY,
+    speculative: Speculative | None = None,
     max_length: int | None = None,
     max_rows: int | None = None,
     continue_from: Generation | None = None,
@@ -64,6 +69,8 @@ def generate(
     loaded: from `load`.
     prompts: a list of texts or of token-id lists.
     replay: how the cache decodes, None for the eager method.
+    speculative: what drafts tokens that a step verifies together, None for one token a step. Greedy texts
+        stay the same and sampled ones keep their distribution. Sets the window of `replay`.
     max_length: positions a row can hold. A prompt needs its length + max_new_tokens - 1 of them, as the last
         token is not fed. None: the longest need, rounded up to a multiple of 256 to compile rarely.
     max_rows: rows that decode side by side; when prompts are more, a finished row takes the next one.
@@ -79,7 +86,16 @@ def generate(
     not finite.
     """
     scheduler = _prepare(
-        loaded, prompts, sampling, replay, max_length, max_rows, continue_from, attention_mask, spread_flushes
+        loaded,
+        prompts,
+        sampling,
+        replay=replay,
+        speculative=speculative,
+        max_length=max_length,
+        max_rows=max_rows,
+        continue_from=continue_from,
+        attention_mask=attention_mask,
+        spread_flushes=spread_flushes,
     )
     total = len(scheduler.requests) * sampling.max_new_tokens
     off = None if progress is None else not progress
@@ -96,6 +112,7 @@ def stream(
     sampling: Sampling = DEFAULT_SAMPLING,
     *,
     replay: ReplayConfig | None = DEFAULT_REPLAY,
+    speculative: Speculative | None = None,
     max_length: int | None = None,
     max_rows: int | None = None,
     continue_from: Generation | None = None,
@@ -109,7 +126,16 @@ def stream(
     is the `Generation`.
     """
     scheduler = _prepare(
-        loaded, prompts, sampling, replay, max_length, max_rows, continue_from, attention_mask, spread_flushes
+        loaded,
+        prompts,
+        sampling,
+        replay=replay,
+        speculative=speculative,
+        max_length=max_length,
+        max_rows=max_rows,
+        continue_from=continue_from,
+        attention_mask=attention_mask,
+        spread_flushes=spread_flushes,
     )
     return _pieces(scheduler)
 
@@ -127,11 +153,13 @@ def warmup(
     longest_prompt: int = 512,
     max_length: int | None = None,
     replay: ReplayConfig | None = DEFAULT_REPLAY,
+    speculative: Speculative | None = None,
 ) -> Stats:
     """Compile ahead of time what `generate` needs for so many rows and for prompts up to the longest.
 
     max_length: that of the later calls; None: room for the longest prompt and the default number of new
-    tokens, rounded up as `generate` does. Returns statistics with the number of compilations.
+    tokens, rounded up as `generate` does. Returns statistics with the number of compilations, but for the two
+    programs that speculative decoding needs where there are stop strings.
     """
     if max_length is None:
         need = longest_prompt + DEFAULT_SAMPLING.max_new_tokens - 1
@@ -143,7 +171,14 @@ def warmup(
     prompts += [[0]] * (rows - len(prompts))
     two = Sampling(max_new_tokens=2, stop_ids=())
     return generate(
-        loaded, prompts, two, replay=replay, max_length=max_length, max_rows=rows, progress=False
+        loaded,
+        prompts,
+        two,
+        replay=replay,
+        speculative=speculative,
+        max_length=max_length,
+        max_rows=rows,
+        progress=False,
     ).stats
 
 
@@ -157,6 +192,7 @@ def _result(scheduler: Scheduler) -> Generation:
         finish_reasons=[request.finish_reason or "length" for request in requests],
         stats=scheduler.stats(),
         cache=scheduler.cache if len(requests) <= scheduler.batch else None,
+        drafter_state=scheduler.state if len(requests) <= scheduler.batch else None,
     )
 
 
@@ -164,7 +200,9 @@ def _prepare(
     loaded: Loaded,
     prompts: Any,
     sampling: Sampling,
+    *,
     replay: ReplayConfig | None,
+    speculative: Speculative | None,
     max_length: int | None,
     max_rows: int | None,
     continue_from: Generation | None,
@@ -174,14 +212,18 @@ def _prepare(
     """Check everything, then make the cache and the queue."""
     if not isinstance(sampling, Sampling):
         raise ValueError(f"sampling must be a Sampling, got {sampling!r}.")
+    if not isinstance(speculative, Speculative | None):
+        raise ValueError(f"speculative must be a Speculative, or None, got {speculative!r}.")
     for name, value in (("max_rows", max_rows), ("max_length", max_length)):
         whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if value is not None and (not whole or value < 1):
             raise ValueError(f"{name} must be an integer of at least 1, or None, got {value!r}.")
     if sampling.stop_strings and loaded.tokenizer is None:
         raise ValueError("stop_strings need text, but the checkpoint has no tokenizer.")
-    cache = None if continue_from is None else _cache_of(continue_from, replay, max_length, max_rows)
-    if continue_from is None or cache is None:
+    drafter = drafter_of(speculative, loaded)
+    cache = state = None
+    if continue_from is None:
+        replay = with_window(replay, speculative)
         fed = encode_prompts(
             prompts, loaded.tokenizer, loaded.config.vocab_size, attention_mask=attention_mask
         )
@@ -189,12 +231,14 @@ def _prepare(
         committed = [0] * len(fed)
         batch = min(len(fed), max_rows or len(fed))
     else:
+        cache = _cache_of(continue_from, replay, speculative, max_length, max_rows)
+        state = _state_of(continue_from, cache, loaded, drafter)
         fed = _continued(loaded, prompts, attention_mask, continue_from.tokens)
         committed = (np.asarray(cache.start) + np.asarray(cache.length)).tolist()
         batch, replay, max_length = cache.batch, cache.replay, cache.max_length
     max_length = _checked_length(loaded.config, fed, committed, sampling.max_new_tokens, max_length)
     if cache is None:
-        refuse_what_cannot_fit(loaded.model, batch, max_length, replay)
+        refuse_what_cannot_fit(loaded.model, batch, max_length, replay, drafter)
     requests = [
         Request(
             index=i,
@@ -215,6 +259,9 @@ def _prepare(
         max_length=max_length,
         replay=replay,
         cache=cache,
+        drafter=drafter,
+        drafts=0 if speculative is None else speculative.draft_tokens,
+        state=state,
     )
 
 
@@ -230,14 +277,23 @@ def chosen_vocabulary(loaded: Loaded, vocab_size: int | None) -> int:
 
 
 def _cache_of(
-    earlier: Generation, replay: ReplayConfig | None, max_length: int | None, max_rows: int | None
+    earlier: Generation,
+    replay: ReplayConfig | None,
+    speculative: Speculative | None,
+    max_length: int | None,
+    max_rows: int | None,
 ) -> Cache:
     """The cache of an earlier result; raises ValueError when it is gone or not what was asked for."""
     cache = earlier.cache
     if cache is None:
         raise ValueError("continue_from has no cache, since it had more prompts than rows.")
     check_usable(cache, "cache of continue_from")
-    if replay is not DEFAULT_REPLAY and _sizes(replay) != _sizes(cache.replay):
+    if speculative is not None and cache.window != speculative.window:
+        raise ValueError(
+            f"continue_from has window={cache.window}, but draft_tokens={speculative.draft_tokens} needs "
+            f"window={speculative.window}."
+        )
+    if replay is not DEFAULT_REPLAY and _sizes(with_window(replay, speculative)) != _sizes(cache.replay):
         raise ValueError(f"continue_from has replay={cache.replay}, but replay={replay} was given.")
     if max_length not in (None, cache.max_length):
         raise ValueError(
@@ -246,6 +302,21 @@ def _cache_of(
     if max_rows is not None and max_rows < cache.batch:
         raise ValueError(f"continue_from has {cache.batch} rows, but max_rows={max_rows} was given.")
     return cache
+
+
+def _state_of(earlier: Generation, cache: Cache, loaded: Loaded, drafter: Drafter) -> Any:
+    """The drafter's state of an earlier result; raises ValueError when another drafter left it."""
+    if isinstance(drafter, NoDrafts):
+        return ()
+    wanted = jax.eval_shape(lambda: drafter.init(loaded.model, cache.batch, cache.max_length, cache.replay))
+    if _shapes(earlier.drafter_state) != _shapes(wanted):
+        raise ValueError("continue_from was made with another drafter, or without one.")
+    return earlier.drafter_state
+
+
+def _shapes(state: Any) -> tuple:
+    leaves, structure = jax.tree.flatten(state)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _continued(

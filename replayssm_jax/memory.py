@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from replayssm_jax.config import ReplayConfig
+from replayssm_jax.speculative import Drafter, NoDrafts
 
 
 def free_bytes(model: Any) -> int | None:
@@ -16,18 +17,25 @@ def free_bytes(model: Any) -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def row_bytes(model: Any, max_length: int, replay: ReplayConfig | None) -> int:
-    """Bytes of cache that one row takes."""
-    shapes = jax.eval_shape(lambda: model.init_cache(1, max_length, replay))
+def row_bytes(
+    model: Any, max_length: int, replay: ReplayConfig | None, drafter: Drafter | None = None
+) -> int:
+    """Bytes of cache, and of the drafter's state, that one row takes."""
+    drafter = drafter or NoDrafts()
+    shapes = jax.eval_shape(
+        lambda: (model.init_cache(1, max_length, replay), drafter.init(model, 1, max_length, replay))
+    )
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def refuse_what_cannot_fit(model: Any, rows: int, max_length: int, replay: ReplayConfig | None) -> None:
+def refuse_what_cannot_fit(
+    model: Any, rows: int, max_length: int, replay: ReplayConfig | None, drafter: Drafter | None = None
+) -> None:
     """Raises ValueError saying how many rows would fit, when `rows` rows (and one to prefill into) do not."""
     free = free_bytes(model)
     if free is None:
         return
-    each = row_bytes(model, max_length, replay)
+    each = row_bytes(model, max_length, replay, drafter)
     spare = 0 if rows == 1 else 1
     if (rows + spare) * each <= free:
         return

@@ -1,7 +1,7 @@
 """The host side of generation: a queue of prompts, a fixed number of rows, and what each row has produced."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,17 +15,25 @@ from replayssm_jax.cache import Cache, insert, select
 from replayssm_jax.compilations import Compilations
 from replayssm_jax.config import ReplayConfig
 from replayssm_jax.decode import (
-    DISPATCH_TOKENS,
+    DISPATCH_STEPS,
+    Block,
     FlatModel,
     Rows,
+    Window,
     clear_row,
     decode,
     empty_cache,
+    empty_state,
     first_token,
+    insert_state,
     prefill_chunk,
     seat,
+    select_state,
+    settle,
+    verify,
 )
 from replayssm_jax.sampling import Sampling, sampling_params
+from replayssm_jax.speculative import Drafter, NoDrafts
 from replayssm_jax.text import TextStream
 
 STREAMED_TOKENS = 4
@@ -42,8 +50,12 @@ class Stats:
     seconds: of the whole call. prefill_seconds: of it, until prompts had their first token.
     tokens_per_second: tokens of decode steps by the seconds spent on those, compilation included; tokens by
         seconds when there was no step.
-    steps: forward passes that decode one token a row. flushes: checkpoint rewrites, summed over rows.
+    steps: forward passes that decode one window a row. flushes: checkpoint rewrites, summed over rows.
     compilations: programs that XLA compiled. rows: decoded side by side.
+    tokens_per_step: that a step yields for a row, the acceptance length; 1 without drafts.
+    draft_acceptance: of the drafts verified, the share that was returned.
+    flush_rate: flushes a step of a row. ring_occupancy: committed ring entries that a step of a row reads.
+    These four are means over the decode steps, 0 where there were none.
     """
 
     tokens: int
@@ -55,6 +67,10 @@ class Stats:
     flushes: int
     compilations: int
     rows: int
+    tokens_per_step: float
+    draft_acceptance: float
+    flush_rate: float
+    ring_occupancy: float
 
 
 @dataclass
@@ -86,7 +102,8 @@ def flush_offset(index: int, replay: ReplayConfig | None) -> int | None:
 class Scheduler:
     """Runs requests through `batch` rows: a finished row is given the next request of the queue.
 
-    cache: of an earlier run whose row i request i goes on with, or None to start afresh.
+    drafter, drafts: what proposes how many tokens a step. cache, state: of an earlier run and its drafter,
+    whose row i request i goes on with, or None to start afresh.
     """
 
     def __init__(
@@ -101,29 +118,37 @@ class Scheduler:
         max_length: int,
         replay: ReplayConfig | None,
         cache: Cache | None,
+        drafter: Drafter | None = None,
+        drafts: int = 0,
+        state: Any = None,
     ):
         self.requests = requests
         self.batch = batch
         self._started = time.perf_counter()
         self._prefill_seconds = self._decode_seconds = 0.0
-        self._steps = self._flushes = self._decoded = 0
+        self._tally = Counter()
+        self._decoded = 0
         self._compilations = Compilations()
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._max_length = max_length
         self._replay = replay
         self._model = FlatModel.of(model)
+        self._drafter = FlatModel.of(drafter or NoDrafts())
+        self._drafts = drafts
         self._params = sampling_params(sampling, vocab_size, stop_ids)
         self._resumed = cache is not None
         self._in_row: dict[int, Request] = {}
-        self._part: Cache | None = None
+        self._part: tuple[Cache, Any] | None = None
+        self._window: Window | None = None
         if cache is None:
             with self._compilations:
                 self.cache = self._empty_cache(batch, self._replay)
+                self.state = empty_state(self._model, self._drafter, batch, max_length, replay)
             self._queue = deque(requests)
         else:
             # Rows that only have their last token to feed go straight on; the others wait for their prefill.
-            self.cache = cache
+            self.cache, self.state = cache, () if state is None else state
             self._queue = deque(request for request in requests if len(request.fed) > 1)
             self._in_row = {request.index: request for request in requests if len(request.fed) == 1}
         self._rows = self._first_rows()
@@ -135,34 +160,44 @@ class Scheduler:
         request's end.
         """
         token_by_token = streaming or bool(self._sampling.stop_strings)
-        limit = STREAMED_TOKENS if streaming else DISPATCH_TOKENS
+        limit = max(1, STREAMED_TOKENS // (1 + self._drafts)) if streaming else DISPATCH_STEPS
         if self._sampling.stop_strings:
             # Whether a text goes on is decided here, and the row must not run ahead of it.
             limit = 1
         while self._queue or self._in_row:
             can_fill = self._queue and len(self._in_row) < self.batch
+            taken = {}
             for row, tokens, logprobs in self._fill_rows() if can_fill else self._advance(limit):
                 request = self._in_row[row]
-                text = self._take(request, tokens, logprobs, token_by_token)
+                taken[row] = (request, *self._take(request, tokens, logprobs, token_by_token))
                 if request.finish_reason is not None:
                     del self._in_row[row]
-                yield request, tokens, text
+            if not can_fill:
+                self._decoded += sum(len(tokens) for _, tokens, _ in taken.values())
+            self._settle({row: len(tokens) for row, (_, tokens, _) in taken.items()})
+            yield from taken.values()
 
     def stats(self) -> Stats:
         """Measurements up to now."""
         seconds = time.perf_counter() - self._started
         tokens = sum(len(request.tokens) for request in self.requests)
         rate = self._decoded / self._decode_seconds if self._decoded else tokens / seconds
+        tally = self._tally
+        row_steps = max(tally["row_steps"], 1)
         return Stats(
             tokens=tokens,
             prompt_tokens=sum(len(request.fed) for request in self.requests),
             seconds=seconds,
             prefill_seconds=self._prefill_seconds,
             tokens_per_second=rate,
-            steps=self._steps,
-            flushes=self._flushes,
+            steps=tally["steps"],
+            flushes=tally["flushes"],
             compilations=self._compilations.count,
             rows=self.batch,
+            tokens_per_step=self._decoded / row_steps,
+            draft_acceptance=tally["accepted"] / max(tally["drafted"], 1),
+            flush_rate=tally["flushes"] / row_steps,
+            ring_occupancy=tally["entries"] / row_steps,
         )
 
     def _empty_cache(self, batch: int, replay: ReplayConfig | None) -> Cache:
@@ -200,19 +235,21 @@ class Scheduler:
     def _admit(self, row: int, request: Request) -> tuple[jax.Array, jax.Array]:
         """Feed a request's tokens, give it the row and draw its first token; returns that and its logprob."""
         self._in_row[row] = request
-        part = self._one_row(row, request)
+        part, state = self._one_row(row, request)
         logits = None
         start = 0
         for size, count in prefill_chunks(len(request.fed), self._max_length):
             tokens = np.zeros((1, size), np.int32)
             tokens[0, :count] = request.fed[start : start + count]
-            logits, part = prefill_chunk(self._model, tokens, np.array([count], np.int32), part)
+            lengths = np.array([count], np.int32)
+            logits, part, state = prefill_chunk(self._model, self._drafter, tokens, lengths, part, state)
             start += count
         if self.batch == 1:
-            self.cache = part
+            self.cache, self.state = part, state
         else:
             self.cache = insert(self.cache, part, [row])
-            self._part = part
+            self.state = insert_state(self._drafter, self.state, state, np.int32(row))
+            self._part = part, state
         position, new = request.committed + len(request.fed), self._sampling.max_new_tokens
         one, logprob = first_token(
             logits, np.int32(request.index), np.int32(position), np.int32(new), self._params
@@ -220,51 +257,101 @@ class Scheduler:
         self._rows = seat(self._rows, one, np.int32(row))
         return one.token, logprob
 
-    def _one_row(self, row: int, request: Request) -> Cache:
-        """A cache of one row to prefill: a prompt's chunks and bits then depend on nothing but the prompt."""
+    def _one_row(self, row: int, request: Request) -> tuple[Cache, Any]:
+        """One row to prefill: a prompt's chunks and bits then depend on nothing but the prompt."""
+        part = (self.cache, self.state) if self.batch == 1 else None
         if self._resumed:
-            return self.cache if self.batch == 1 else select(self.cache, [row])
-        part = self.cache if self.batch == 1 else self._part or self._empty_cache(1, self.cache.replay)
+            return part or (select(self.cache, [row]), self._state_of(row))
+        part = part or self._part or (self._empty_cache(1, self.cache.replay), self._state_of(row))
         window = request.flush_at or (1 if self._replay is None else self._replay.buffer_length)
-        return clear_row(part, np.int32(request.index), np.int32(window), self._params)
+        return clear_row(self._drafter, *part, np.int32(request.index), np.int32(window), self._params)
+
+    def _state_of(self, row: int) -> Any:
+        return select_state(self._drafter, self.state, np.int32(row))
 
     def _advance(self, limit: int) -> list[Fresh]:
-        """Decode up to `limit` tokens of every busy row; returns them."""
+        """Decode up to `limit` windows of every busy row; returns their tokens."""
         began = time.perf_counter()
         busy = np.array([row in self._in_row for row in range(self.batch)])
-        # While prompts wait, the first row to finish ends the dispatch: its place is wanted.
-        least_active = len(self._in_row) if self._queue else 1
         with self._compilations:
-            self._rows, self.cache, block = decode(
-                self._model,
-                self._rows,
-                self.cache,
-                busy,
-                np.int32(limit),
-                np.int32(least_active),
-                self._params,
-            )
-            block, finite = jax.device_get((block, self._rows.finite))
+            made = self._one_window(busy) if self._host_decides else self._dispatch(busy, limit)
+            block, finite = jax.device_get(made)
         fresh = [
             (row, block.tokens[row, :count].tolist(), block.logprobs[row, :count].tolist())
             for row, count in enumerate(block.count.tolist())
             if count
         ]
         self._refuse_not_finite(fresh, finite)
-        self._steps += int(block.steps)
-        self._flushes += int(block.flushes)
-        self._decoded += int(block.count.sum())
+        self._tally.update({name: int(count) for name, count in vars(block.tally).items()})
         self._decode_seconds += time.perf_counter() - began
         return fresh
 
-    def _take(self, request: Request, tokens: list[int], logprobs: list[float], token_by_token: bool) -> str:
-        """Record new tokens of a request, end it where it ends, and return its new text."""
-        request.tokens += tokens
-        request.logprobs += logprobs
-        stopped = tokens[-1] in self._stop_ids
+    @property
+    def _host_decides(self) -> bool:
+        """Whether a window may have to be cut short where a stop string ends."""
+        return self._drafts > 0 and bool(self._sampling.stop_strings)
+
+    def _dispatch(self, busy: np.ndarray, limit: int) -> tuple[Block, jax.Array]:
+        # While prompts wait, the first row to finish ends the dispatch: its place is wanted.
+        least_active = len(self._in_row) if self._queue else 1
+        self._rows, self.cache, self.state, block = decode(
+            self._model,
+            self._drafter,
+            self._rows,
+            self.cache,
+            self.state,
+            busy,
+            np.int32(limit),
+            np.int32(least_active),
+            self._params,
+            self._drafts,
+        )
+        return block, self._rows.finite
+
+    def _one_window(self, busy: np.ndarray) -> tuple[Block, jax.Array]:
+        self._rows, self.cache, self.state, window = verify(
+            self._model,
+            self._drafter,
+            self._rows,
+            self.cache,
+            self.state,
+            busy,
+            self._params,
+            self._drafts,
+        )
+        self._window = window
+        return Block(window.tokens, window.logprobs, window.count, window.tally), window.finite
+
+    def _settle(self, taken: dict[int, int]) -> None:
+        """Commit the window that waits for it, as far as its rows' tokens were taken."""
+        if self._window is None:
+            return
+        began = time.perf_counter()
+        count = np.array([taken.get(row, 0) for row in range(self.batch)], np.int32)
+        with self._compilations:
+            self._rows, self.cache, self.state = settle(
+                self._model,
+                self._drafter,
+                self._rows,
+                self.cache,
+                self.state,
+                self._window,
+                count,
+                self._params,
+            )
+        self._window = None
+        self._decode_seconds += time.perf_counter() - began
+
+    def _take(
+        self, request: Request, tokens: list[int], logprobs: list[float], token_by_token: bool
+    ) -> tuple[list[int], str]:
+        """Record new tokens of a request up to where it ends; returns them and its new text."""
         piece = ""
         if request.text is not None and token_by_token:
-            piece = request.text.push(tokens[:-1] if stopped else tokens)
+            tokens, piece = self._push(request.text, tokens)
+        request.tokens += tokens
+        request.logprobs += logprobs[: len(tokens)]
+        stopped = tokens[-1] in self._stop_ids
         if stopped or (request.text is not None and request.text.stopped):
             request.finish_reason = "stop"
         elif len(request.tokens) == self._sampling.max_new_tokens:
@@ -273,7 +360,19 @@ class Scheduler:
             if not token_by_token:
                 piece = request.text.push(request.tokens[:-1] if stopped else request.tokens)
             piece += request.text.finish()
-        return piece
+        return tokens, piece
+
+    def _push(self, text: TextStream, tokens: list[int]) -> tuple[list[int], str]:
+        """Give a text its tokens, not beyond a stop string; returns those taken and the new text."""
+        spoken = tokens[:-1] if tokens[-1] in self._stop_ids else tokens
+        if not self._sampling.stop_strings:
+            return tokens, text.push(spoken)
+        piece = ""
+        for taken, token in enumerate(spoken, 1):
+            piece += text.push([token])
+            if text.stopped:
+                return tokens[:taken], piece
+        return tokens, piece
 
     def _refuse_not_finite(self, fresh: list[Fresh], finite: np.ndarray) -> None:
         for row, tokens, _ in fresh:

@@ -48,7 +48,7 @@ class Drafter:
     `state` is a pytree whose leaves have rows first, made by `init`; it is passed in, returned and donated.
     `model` is the target. `position` counts a row's committed tokens, as `Cache.position` does; the newest
     token is not committed and has that position. Entries of the state that belong to positions from there on
-    are scratch: rolling back is ignoring them.
+    are scratch, so rolling back is ignoring them.
     """
 
     def init(self, model: Any, batch: int, max_length: int, replay: ReplayConfig | None) -> Any:
@@ -144,14 +144,14 @@ class Verdict:
     """What a verified window yields.
 
     tokens: the first `count` (1..T) of each row: the drafts kept, then one token drawn after them.
-    logprobs: log-softmax of the raw target logits at `tokens`. finite: no logits that decided about the first
-    `count` tokens held NaN or +inf.
+    logprobs: log-softmax of the raw target logits at `tokens`.
+    finite: the logits that decided about each of `tokens` held neither NaN nor +inf.
     """
 
     tokens: Int32[Array, "B T"]
     logprobs: Float32[Array, "B T"]
     count: Int32[Array, " B"]
-    finite: Bool[Array, " B"]
+    finite: Bool[Array, "B T"]
 
 
 def accept(
@@ -177,8 +177,8 @@ def accept(
     # The token drawn stands in the rest of the window too, where it is ignored.
     proposed = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(index < kept[:, None], proposed, last[:, None])
-    finite = jnp.isfinite(jnp.max(allowed, axis=-1)) | (index > kept[:, None])
-    return Verdict(tokens, log_probabilities(allowed, tokens), kept + 1, jnp.all(finite, axis=1))
+    finite = jnp.isfinite(jnp.max(allowed, axis=-1))
+    return Verdict(tokens, log_probabilities(allowed, tokens), kept + 1, finite)
 
 
 def residual(p: Float32[Array, "B V"], q: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
@@ -195,8 +195,8 @@ def _leading(stands: Bool[Array, "B D"], drafts: Drafts) -> Int32[Array, " B"]:
     return jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
-def _at(values: Array, index: Int32[Array, " B"]) -> Array:
-    """values[b, index[b]] of every row."""
+def at_index(values: Array, index: Int32[Array, " B"]) -> Array:
+    """values[b, index[b]] of every row b."""
     index = index.reshape(-1, *[1] * (values.ndim - 1))
     return jnp.take_along_axis(values, index, axis=1)[:, 0]
 
@@ -204,7 +204,7 @@ def _at(values: Array, index: Int32[Array, " B"]) -> Array:
 def _greedily(allowed, drafts: Drafts, prompt, position, params):
     best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     kept = _leading(drafts.tokens == best[:, :-1], drafts)
-    return kept, _at(best, kept)
+    return kept, at_index(best, kept)
 
 
 def _by_chance(allowed, drafts: Drafts, prompt, position, params):
@@ -213,14 +213,14 @@ def _by_chance(allowed, drafts: Drafts, prompt, position, params):
     if size:
         stands = _drafts_that_stand(allowed[:, :-1], drafts, prompt, position, params)
         kept = _leading(stands, drafts)
-    scores = filtered_logits(_at(allowed, kept), params)
+    scores = filtered_logits(at_index(allowed, kept), params)
     refused = kept < drafts.count
     if size:
         index = jnp.minimum(kept, size - 1)
         if drafts.probabilities is None:
-            q = jax.nn.one_hot(_at(drafts.tokens, index), allowed.shape[-1], dtype=jnp.float32)
+            q = jax.nn.one_hot(at_index(drafts.tokens, index), allowed.shape[-1], dtype=jnp.float32)
         else:
-            q = _at(drafts.probabilities, index)
+            q = at_index(drafts.probabilities, index)
         left = jnp.log(residual(jax.nn.softmax(scores, axis=-1), q))
         scores = jnp.where(refused[:, None], left, scores)
     purpose = jnp.where(refused, jnp.int32(Purpose.RESIDUAL), jnp.int32(Purpose.SAMPLE))
@@ -235,11 +235,11 @@ def _drafts_that_stand(allowed, drafts: Drafts, prompt, position, params) -> Boo
     def judge(column):
         index, draft = column
         logits = jax.lax.dynamic_index_in_dim(allowed, index, axis=1, keepdims=False)
-        p = _at(filtered_probabilities(logits, params), draft)
+        p = at_index(filtered_probabilities(logits, params), draft)
         q = jnp.ones_like(p)
         if drafts.probabilities is not None:
             of_index = jax.lax.dynamic_index_in_dim(drafts.probabilities, index, axis=1, keepdims=False)
-            q = _at(of_index, draft)
+            q = at_index(of_index, draft)
         keys = token_keys(params.seed, prompt, position + index + 1, Purpose.ACCEPT)
         return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys) * q < p
 
@@ -252,14 +252,12 @@ def cut_short(
     count: Int32[Array, " B"],
     remaining: Int32[Array, " B"],
     params: SamplingParams,
-) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """How many of a window's first `count` tokens a row may return, and whether the last is a stop id.
+) -> Int32[Array, " B"]:
+    """How many of a window's first `count` tokens a row may return.
 
     remaining: tokens the row may still return. The first stop id is returned, nothing after it.
     """
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     stops = jnp.any(tokens[:, :, None] == params.stop_ids[None, None, :], axis=-1)
     until_stop = jnp.min(jnp.where(stops, index + 1, tokens.shape[1]), axis=1)
-    count = jnp.minimum(jnp.minimum(count, remaining), until_stop)
-    last = jnp.maximum(count - 1, 0)
-    return count, (count > 0) & _at(stops, last)
+    return jnp.minimum(jnp.minimum(count, remaining), until_stop)

@@ -18,6 +18,7 @@ from replayssm_jax.config import ReplayConfig
 from replayssm_jax.generate import Generation, generate, stream, warmup
 from replayssm_jax.sampling import Sampling, sampling_params
 from replayssm_jax.scheduler import flush_offset
+from replayssm_jax.speculative import NoDrafts
 from tests.replayssm_jax.chain_model import byte_tokenizer, chain, loaded_chain, successor
 from tests.tiny_models import VOCAB, assert_close, full_logits, hot_model, nemotron_config, random_tokens
 
@@ -583,8 +584,8 @@ def test_B17_a_new_prompt_inherits_nothing(max_rows, value, monkeypatch):
     fresh = [run_hot(loaded, three, sampling, max_rows=max_rows) for three in prompts]
     clear_row, insert = scheduler.clear_row, scheduler.insert
 
-    def clear_spoiled_row(cache, *rest):
-        return clear_row(spoiled(cache, [0], value), *rest)
+    def clear_spoiled_row(drafter, cache, *rest):
+        return clear_row(drafter, spoiled(cache, [0], value), *rest)
 
     def insert_over_spoiled_rows(cache, part, rows):
         return insert(spoiled(cache, rows, value), part, rows)
@@ -617,6 +618,9 @@ def test_a_dispatch_copies_no_cache():
     rows = decode.Rows(token=count, active=yes, remaining=count, prompt=count, finite=yes)
     one = np.int32(1)
     params = sampling_params(Sampling(), VOCAB, ())
-    program = decode.decode.lower(model, rows, cache, np.ones(2, bool), one, one, params).compile()
+    none = decode.FlatModel.of(NoDrafts())
+    program = decode.decode.lower(
+        model, none, rows, cache, (), np.ones(2, bool), one, one, params, drafts=0
+    ).compile()
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves((rows, cache)))
     assert program.memory_analysis().alias_size_in_bytes == donated
