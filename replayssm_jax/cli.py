@@ -54,6 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--mode", choices=("replay", "eager"), default="replay", help="how the state is kept; default replay"
     )
+    command.add_argument(
+        "--draft",
+        metavar="DRAFTER",
+        help="decode speculatively: mtp (the checkpoint's own head), ngram, or a smaller model's name",
+    )
+    command.add_argument(
+        "--draft-tokens", type=int, metavar="N", help="tokens drafted a step with --draft; default 4"
+    )
     command.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
     command.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens")
     command.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest of mass P")
@@ -118,16 +126,22 @@ def _generate(options: argparse.Namespace) -> None:
         stop_strings=options.stop,
     )
     replay = ReplayConfig(buffer_length=options.buffer_length) if options.mode == "replay" else None
+    speculative = _speculative(options, replay)
     loaded = load(options.model, dtype=options.dtype)
     if loaded.tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer, which a text prompt needs.")
     prompt = _chat(loaded.tokenizer, options.prompt) if options.chat else options.prompt
+    how = {"replay": replay, "speculative": speculative, "max_length": options.max_length}
     if options.stream:
-        for piece in stream(loaded, [prompt], sampling, replay=replay, max_length=options.max_length):
-            print(piece.text, end="", flush=True)
-        print()
+        pieces = stream(loaded, [prompt], sampling, **how)
+        try:
+            while True:
+                print(next(pieces).text, end="", flush=True)
+        except StopIteration as end:
+            print()
+            _report(end.value.stats, speculative)
         return
-    out = generate(loaded, [prompt], sampling, replay=replay, max_length=options.max_length)
+    out = generate(loaded, [prompt], sampling, **how)
     text = out.text[0] if out.text else ""
     if options.json:
         report = {
@@ -140,8 +154,37 @@ def _generate(options: argparse.Namespace) -> None:
         print(json.dumps(report))
         return
     print(text)
+    _report(out.stats, speculative)
+
+
+def _speculative(options: argparse.Namespace, replay: Any) -> Any:
+    """What --draft and --draft-tokens ask for, checked against the cache's options."""
+    from replayssm_jax.api import load
+    from replayssm_jax.drafters import NAMES, Speculative, with_window
+
+    if options.draft is None:
+        if options.draft_tokens is not None:
+            raise ValueError("--draft-tokens needs --draft.")
+        return None
+    drafter = options.draft if options.draft in NAMES else load(options.draft, dtype=options.dtype)
+    count = {} if options.draft_tokens is None else {"draft_tokens": options.draft_tokens}
+    speculative = Speculative(drafter, **count)
+    with_window(replay, speculative)
+    return speculative
+
+
+def _report(stats: Any, speculative: Any) -> None:
+    """Say how fast it was, to a terminal; with drafts, how they fared, in any case."""
+    parts = []
     if sys.stderr.isatty():
-        print(f"[{out.stats.tokens} tokens, {out.stats.tokens_per_second:.0f} a second]", file=sys.stderr)
+        parts.append(f"{stats.tokens} tokens, {stats.tokens_per_second:.0f} a second")
+    if speculative is not None:
+        parts.append(
+            f"{stats.tokens_per_step:.2f} tokens a step, {stats.draft_acceptance:.0%} of drafts accepted, "
+            f"{stats.flush_rate:.0%} of steps flush, {stats.ring_occupancy:.1f} ring entries read a step"
+        )
+    if parts:
+        print(f"[{'; '.join(parts)}]", file=sys.stderr)
 
 
 def _chat(tokenizer: Any, prompt: str) -> list[int]:

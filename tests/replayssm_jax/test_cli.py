@@ -76,6 +76,22 @@ def test_generate_passes_its_options_on(checkpoint, capsys):
     assert (out["text"], out["finish_reason"]) == (expected.text[0].split(stop)[0], "stop")
 
 
+def test_generate_drafts_and_says_how_the_drafts_fared(checkpoint, capsys):
+    expected = generate(load(checkpoint), ["ab"], Sampling(max_new_tokens=20)).text[0] + "\n"
+    command = ["generate", "--model", checkpoint, "--no-compilation-cache", "--prompt", "ab"]
+    command += ["--max-new-tokens", 20, "--draft"]
+    # The model itself as its drafter: every draft is accepted, up to rounding.
+    for drafter, *options in (("ngram", "--draft-tokens", 2), (checkpoint, "--stream")):
+        status, out, err = run(*command, drafter, *options, capsys=capsys)
+        assert (status, out) == (0, expected)
+        assert err.startswith("[") and "tokens a step" in err and err.count("\n") == 1
+    status, out, err = run(*command, checkpoint, "--json", capsys=capsys)
+    stats = json.loads(out)["stats"]
+    assert (status, err) == (0, "")
+    # 19 tokens after the first one: three steps of five and one that the budget cuts to four.
+    assert (stats["steps"], stats["tokens_per_step"], stats["draft_acceptance"]) == (4, 19 / 4, 1.0)
+
+
 def test_chat_uses_the_template(checkpoint, capsys):
     template = (
         "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -135,6 +151,17 @@ def test_convert_writes_what_loads(checkpoint, tmp_path, capsys):
         ("generate --prompt a --json --stream", "not allowed with argument"),
         ("generate --prompt a --max-new-tokens 0", "max_new_tokens must be an integer of at least 1, got 0"),
         ("generate --prompt a --buffer-length 0", "buffer_length must be an integer of at least 1, got 0"),
+        ("generate --prompt a --draft-tokens 2", "--draft-tokens needs --draft"),
+        (
+            "generate --prompt a --draft ngram --draft-tokens 0",
+            "draft_tokens must be an integer of at least 1",
+        ),
+        (
+            "generate --prompt a --draft ngram --mode eager",
+            "draft_tokens=4 needs window=5, but an eager cache",
+        ),
+        ("generate --prompt a --draft ngram --buffer-length 4", "draft_tokens=4 needs window=5, and buffer"),
+        ("generate --prompt a --draft ./nowhere", "nowhere does not exist"),
         ("generate --prompt a --model ./nowhere", "nowhere does not exist"),
         ("info ./nowhere", "nowhere does not exist"),
         ("info ./nowhere --buffer-length 0", "buffer_length must be an integer of at least 1"),
@@ -162,6 +189,7 @@ def test_generate_refuses_what_the_checkpoint_cannot_do(checkpoint, capsys, tmp_
         (("--prompt", ""), "prompt 0 is empty"),
         (("--prompt", "ab", "--max-length", 8, "--max-new-tokens", 20), "max_length is 8"),
         (("--prompt", "ab", "--chat"), "--chat needs a chat template"),
+        (("--prompt", "ab", "--draft", "mtp"), "has no multi-token-prediction head"),
     ):
         status, out, err = run(
             "generate", "--model", checkpoint, "--no-compilation-cache", *options, capsys=capsys
