@@ -1,27 +1,15 @@
-"""The timed loop of the end-to-end benchmarks: one method on one published model, in a process of its own.
+"""The timed loop of the end-to-end benchmarks: one method on one published model.
 
 A dispatch runs `steps` decode steps on the device: forward pass, argmax over the logits of every token,
 commit of drawn counts, and the next tokens (the chosen one, and drafts that a hash makes up). So a
-speculative step costs its verification and its choice of tokens; a drafter's own work is not in it. Rows
-start in the long-run distribution of their ring lengths, at positions within 64 tokens of each other.
-
-    python -m bench.decode_loop '{"setting": {"model": "nano-4b", "batch": 256, "method": "replay"}}'
+speculative step costs its verification and its choice of tokens; a drafter's own work is not in it. A repeat
+starts at `context` committed tokens a row (the cursors are set; what keys and values hold does not matter to
+the time), in the long-run distribution of ring lengths, and is `dispatches` long.
 """
 
-import argparse
-import contextlib
 import dataclasses
-import fcntl
 import functools
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,15 +18,13 @@ import numpy as np
 
 from bench import roofline
 from bench.conventional import conventional_cache
-from bench.e2e_models import depth_cut, layer_kinds, published, random_model
+from bench.e2e_models import depth_cut, layer_kinds, prepare_random, published
 from models.checkpoint import abstract_model, parameter_count
 from pallas_kernels.numerics import hash_uint32
 from replayssm_jax.cache import Cache
 from replayssm_jax.config import ReplayConfig
 from replayssm_jax.decode import FlatModel
 from replayssm_jax.replay import commit_core, step_core
-
-SPREAD = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +33,8 @@ class Setting:
 
     model, layers: a published model and its depth cut (None: whole). method: "eager", "replay" or
     "conventional"; window: T, 1 in plain decoding. mean_accepted: tokens committed a step. context: committed
-    tokens of a row, about. implementation: of replay and eager. steps: a dispatch. synchronised: all rows
-    start with the same ring length.
+    tokens of a row at the start, and up to `spread` more where rows differ. steps: a dispatch; dispatches: a
+    repeat; repeats: how often it is timed. synchronised: all rows start with the same ring length.
     """
 
     model: str
@@ -59,8 +45,10 @@ class Setting:
     mean_accepted: float = 1.0
     buffer_length: int = 16
     context: int = 512
+    spread: int = 64
     implementation: str = "pallas"
     steps: int = 16
+    dispatches: int = 1
     repeats: int = 5
     synchronised: bool = False
 
@@ -71,9 +59,15 @@ class Setting:
 
     @property
     def max_length(self) -> int:
-        """Columns for keys and values: the context, and room for a dispatch."""
-        needed = self.context + SPREAD + (self.steps + 1) * self.window
+        """Columns for keys and values: the context, and room for a repeat."""
+        needed = self.context + self.spread + (self.steps * self.dispatches + 1) * self.window
         return -(-needed // 128) * 128
+
+    @property
+    def mean_context(self) -> float:
+        """Committed tokens of a row, the mean over a repeat."""
+        grown = self.steps * self.dispatches * self.mean_accepted
+        return self.context + self.spread / 2 + grown / 2
 
     @property
     def replay(self) -> ReplayConfig:
@@ -92,14 +86,9 @@ def empty_cache(setting: Setting, model: Any, batch: int, max_length: int) -> Ca
 
 @functools.partial(jax.jit, donate_argnums=(1, 2))
 def decode_steps(
-    model: FlatModel,
-    tokens: jax.Array,
-    cache: Cache,
-    start: jax.Array,
-    length: jax.Array,
-    accepted: jax.Array,
+    model: FlatModel, tokens: jax.Array, cache: Cache, accepted: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Steps from the cursors start and length; accepted int32 [steps, B] are the counts that they commit."""
+    """Steps that feed tokens [B, T]; accepted int32 [steps, B] are the counts that they commit."""
     network = model.unflatten()
     vocabulary = network.config.vocab_size
     drafts = jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None, :]
@@ -113,16 +102,15 @@ def decode_steps(
         made_up = hash_uint32(chosen, drafts) % jnp.uint32(vocabulary)
         return jnp.where(drafts == 0, chosen, made_up.astype(jnp.int32)), cache
 
-    cache = dataclasses.replace(cache, start=start, length=length)
     return jax.lax.fori_loop(0, accepted.shape[0], one, (tokens, cache))
 
 
 def cursors(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """start and length int32 [B] of the first step, and the counts int32 [steps, B] that the steps commit."""
+    """start and length int32 [B] before a repeat, and the counts int32 [steps, B] that a dispatch commits."""
     rng = np.random.default_rng(0)
     counts = np.arange(1, setting.window + 1)
     accepted = rng.choice(counts, (setting.steps, setting.batch), p=setting.accepted).astype(np.int32)
-    position = setting.context + rng.integers(0, SPREAD, setting.batch)
+    position = setting.context + rng.integers(0, setting.spread + 1, setting.batch)
     length = np.zeros(setting.batch, np.int64)
     if setting.method == "replay":
         odds = roofline.phases(setting.accepted, setting.buffer_length).probability
@@ -132,88 +120,91 @@ def cursors(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (position - length).astype(np.int32), length.astype(np.int32), accepted
 
 
-@contextlib.contextmanager
-def turn(lock: Path | None) -> Iterator[None]:
-    """Holds the lock file, so that processes side by side use the device one after the other."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+class Run:
+    """A setting, compiled; the first repeat allocates its weights and cache."""
 
+    def __init__(self, setting: Setting):
+        self.setting = setting
+        self.config = depth_cut(published(setting.model), setting.layers)
+        self._weights = prepare_random(self.config)
+        self._start, self._length, self._accepted = cursors(setting)
+        model = FlatModel.of(abstract_model(self.config, jnp.dtype(jnp.bfloat16)))
 
-def measure(setting: Setting, lock: Path | None = None, trace: Path | None = None) -> dict:
-    """The record of one setting; compiles before it takes the lock. trace: a folder for a profile."""
-    config = depth_cut(published(setting.model), setting.layers)
-    network = random_model(config)
-    model = FlatModel.of(network)
-    start, length, accepted = cursors(setting)
-    build = jax.jit(lambda: empty_cache(setting, network, setting.batch, setting.max_length))
-    shapes = jax.eval_shape(build)
-    tokens = jax.ShapeDtypeStruct((setting.batch, setting.window), jnp.int32)
-    began = time.perf_counter()
-    traced = decode_steps.trace(model, tokens, shapes, start, length, accepted)
-    lowered = traced.lower()
-    lowering = time.perf_counter() - began
-    compiled = lowered.compile()
-    compiling = time.perf_counter() - began - lowering
-    memory: Any = compiled.memory_analysis()
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    with turn(lock):
-        cache = build()
-        tokens = jnp.zeros(tokens.shape, tokens.dtype)
-        seconds = []
-        for repeat in range(setting.repeats + 2):
-            if trace is not None and repeat == setting.repeats + 1:
-                jax.profiler.start_trace(str(trace))
-            jax.block_until_ready(tokens)
-            began = time.perf_counter()
-            tokens, cache = compiled(model, tokens, cache, start, length, accepted)
-            jax.block_until_ready(tokens)
-            seconds.append((time.perf_counter() - began) / setting.steps)
-        if trace is not None:
-            jax.profiler.stop_trace()
-        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-        del cache
-    # The first dispatch warms up, the last one may have been traced.
-    times = np.array(seconds[1:-1])
-    parts = roofline.step_parts(
-        config,
-        setting.method if setting.method != "conventional" or setting.window > 1 else "eager",
-        setting.batch,
-        accepted=setting.accepted,
-        buffer_length=setting.buffer_length,
-        context=setting.context + SPREAD / 2,
-    )
-    middle = float(np.median(times))
-    return {
-        "shape": setting.model,
-        "layers": len(network.layers),
-        "depth_cut": setting.layers is not None,
-        "batch": setting.batch,
-        "method": setting.method,
-        "implementation": setting.implementation,
-        "op": "verify" if setting.window > 1 else "decode",
-        "state": "fp32",
-        "recurrence": "fp32",
-        "window": setting.window,
-        "buffer_length": setting.buffer_length,
-        "phases": "synchronised" if setting.synchronised else "random",
-        "context": setting.context,
-        "accepted": round(float(accepted.mean()), 4),
-        "time_us": round(middle * 1e6, 1),
-        "spread_us": [round(float(np.percentile(times, q)) * 1e6, 1) for q in (10, 90)],
-        "tokens_per_second": round(setting.batch * float(accepted.mean()) / middle, 1),
-        "bytes": int(roofline.total_bytes(parts)),
-        "floor_us": round(roofline.floor(parts, roofline.Ceilings()) * 1e6, 1),
-        "peak_bytes": int(peak),
-        "cache_bytes": int(size),
-        "temporary_bytes": int(memory.temp_size_in_bytes),
-        "aliased_bytes": int(memory.alias_size_in_bytes),
-        "lowering_s": round(lowering, 1),
-        "compile_s": round(compiling, 1),
-    }
+        @jax.jit
+        def build(model: FlatModel) -> Cache:
+            return empty_cache(setting, model.unflatten(), setting.batch, setting.max_length)
+
+        shapes = jax.eval_shape(build, model)
+        self._build = build
+        self._state: tuple | None = None
+        self.cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+        began = time.perf_counter()
+        tokens = jax.ShapeDtypeStruct((setting.batch, setting.window), jnp.int32)
+        lowered = decode_steps.lower(model, tokens, shapes, self._accepted)
+        self.lowering = time.perf_counter() - began
+        self.program = lowered.compile()
+        self.compiling = time.perf_counter() - began - self.lowering
+
+    def repeat(self) -> float:
+        """Seconds a step of one repeat."""
+        setting = self.setting
+        if self._state is None:
+            model = FlatModel.of(self._weights())
+            tokens = jnp.zeros((setting.batch, setting.window), jnp.int32)
+            self._state = model, tokens, self._build(model)
+        model, tokens, cache = self._state
+        # Fresh arrays: the cache is donated, cursors included.
+        cache = dataclasses.replace(cache, start=jnp.array(self._start), length=jnp.array(self._length))
+        accepted = jnp.array(self._accepted)
+        jax.block_until_ready((model, tokens, cache, accepted))
+        began = time.perf_counter()
+        for _ in range(setting.dispatches):
+            tokens, cache = self.program(model, tokens, cache, accepted)
+        jax.block_until_ready(tokens)
+        seconds = time.perf_counter() - began
+        self._state = model, tokens, cache
+        return seconds / (setting.steps * setting.dispatches)
+
+    def record(self, seconds: list[float]) -> dict:
+        """The record of repeats that took `seconds` a step."""
+        setting, times = self.setting, np.array(seconds) * 1e6
+        parts = roofline.step_parts(
+            self.config,
+            setting.method,
+            setting.batch,
+            accepted=setting.accepted,
+            buffer_length=setting.buffer_length,
+            context=setting.mean_context,
+        )
+        memory: Any = self.program.memory_analysis()
+        middle, committed = float(np.median(times)), float(self._accepted.mean())
+        return {
+            "shape": setting.model,
+            "layers": len(layer_kinds(self.config)),
+            "depth_cut": setting.layers is not None,
+            "batch": setting.batch,
+            "method": setting.method,
+            "implementation": setting.implementation,
+            "op": "verify" if setting.window > 1 else "decode",
+            "state": "fp32",
+            "recurrence": "fp32",
+            "window": setting.window,
+            "buffer_length": setting.buffer_length,
+            "phases": "synchronised" if setting.synchronised else "random",
+            "context": round(setting.mean_context),
+            "accepted": round(committed, 4),
+            "time_us": round(middle, 1),
+            "spread_us": [round(float(np.percentile(times, q)), 1) for q in (10, 90)],
+            "tokens_per_second": round(setting.batch * committed / middle * 1e6, 1),
+            "bytes": int(roofline.total_bytes(parts)),
+            "floor_us": round(roofline.floor(parts, roofline.Ceilings()) * 1e6, 1),
+            "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0),
+            "cache_bytes": self.cache_bytes,
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "aliased_bytes": memory.alias_size_in_bytes,
+            "lowering_s": round(self.lowering, 1),
+            "compile_s": round(self.compiling, 1),
+        }
 
 
 def row_bytes(setting: Setting, max_length: int) -> int:
@@ -230,7 +221,7 @@ def row_bytes(setting: Setting, max_length: int) -> int:
     return bytes_of(2) - bytes_of(1) + 4 * setting.window * config.vocab_size
 
 
-def concurrency(setting: Setting, max_length: int, memory: int, lock: Path | None = None) -> dict:
+def concurrency(setting: Setting, max_length: int, memory: int) -> dict:
     """The record of the largest batch: rows that fit beside bfloat16 weights into `memory` bytes.
 
     The cache of that many rows is allocated once, with its logits, beside a block as large as the weights; an
@@ -249,10 +240,8 @@ def concurrency(setting: Setting, max_length: int, memory: int, lock: Path | Non
         cache = empty_cache(setting, constants, rows, max_length)
         return jnp.zeros((weights // 2,), jnp.bfloat16), jnp.zeros((logits,), jnp.float32), cache
 
-    with turn(lock):
-        held = jax.block_until_ready(allocate())
-        allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
-        del held
+    held = jax.block_until_ready(allocate())
+    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
     return {
         "shape": setting.model,
         "layers": len(layer_kinds(config)),
@@ -268,68 +257,6 @@ def concurrency(setting: Setting, max_length: int, memory: int, lock: Path | Non
         "rows": rows,
         "allocated_bytes": allocated,
     }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """A setting to be measured, or with `memory` the largest batch of it that fits."""
-
-    setting: Setting
-    memory: int | None = None
-    max_length: int = 2048
-
-    def run(self, lock: Path | None, trace: Path | None) -> dict:
-        """The record."""
-        if self.memory is None:
-            return measure(self.setting, lock, trace)
-        return concurrency(self.setting, self.max_length, self.memory, lock)
-
-
-def run_all(tasks: Sequence[Task], *, jobs: int, time_limit: float, lock: Path | None = None) -> tuple:
-    """Runs every task in a process of its own: (records, tasks left out with the reason).
-
-    jobs: processes at once; they compile side by side and use the device in turns. time_limit: seconds after
-    which nothing is started any more and what runs is ended. lock: a file shared with other programs that use
-    the device. Prints a line as a task ends.
-    """
-    deadline = time.monotonic() + time_limit
-    records, left_out = [], []
-    environment = {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
-    } | os.environ
-    with tempfile.TemporaryDirectory() as folder:
-        turns = lock or Path(folder) / "device.lock"
-
-        def child(task: Task) -> tuple[dict | None, str]:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None, "time limit"
-            command = [sys.executable, "-m", "bench.decode_loop", json.dumps(dataclasses.asdict(task))]
-            try:
-                done = subprocess.run(
-                    [*command, "--lock", str(turns)],
-                    capture_output=True,
-                    text=True,
-                    timeout=left,
-                    env=environment,
-                )
-            except subprocess.TimeoutExpired:
-                return None, "time limit"
-            if done.returncode:
-                return None, (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
-            return json.loads(done.stdout.strip().splitlines()[-1]), ""
-
-        with ThreadPoolExecutor(jobs) as pool:
-            for task, (record, reason) in zip(tasks, pool.map(child, tasks), strict=True):
-                if record is None:
-                    left_out.append(dataclasses.asdict(task) | {"reason": reason})
-                    setting = task.setting
-                    print(f"left out: {setting.method} batch {setting.batch} T {setting.window}: {reason}")
-                else:
-                    records.append(record)
-                    print(line(record), flush=True)
-    return records, left_out
 
 
 def line(record: dict) -> str:
@@ -348,20 +275,3 @@ def line(record: dict) -> str:
         f"{record['tokens_per_second']:9.0f} tokens/s, peak {record['peak_bytes'] / 1e9:6.2f} GB, "
         f"compiled in {record['lowering_s'] + record['compile_s']:.0f} s"
     )
-
-
-def main() -> None:
-    """Command line; prints the record as JSON in the last line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("task", type=json.loads, help="JSON object of the fields of Task")
-    parser.add_argument("--lock", type=Path, help="file to hold while the device is in use")
-    parser.add_argument("--trace", type=Path, help="folder for a profile of one dispatch")
-    options = parser.parse_args()
-    task = Task(**options.task | {"setting": Setting(**options.task["setting"])})
-    record = task.run(options.lock, options.trace)
-    print(line(record))
-    print(json.dumps(record))
-
-
-if __name__ == "__main__":
-    main()

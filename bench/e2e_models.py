@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -134,9 +135,14 @@ def depth_cut(config: ModelConfig, layers: int | None) -> ModelConfig:
 def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16) -> HybridModel:
     """The model of a configuration with random weights.
 
-    Matrices are uniform with variance 1 / inputs, made by one small program a shape; vectors (norms, A_log,
-    dt_bias, D) are those of the family's own initialisation.
+    Matrices are uniform with variance 1 / inputs; vectors (norms, A_log, dt_bias, D) are those of the family's
+    own initialisation.
     """
+    return prepare_random(config, dtype)()
+
+
+def prepare_random(config: ModelConfig, dtype: Any = jnp.bfloat16) -> Callable[[], HybridModel]:
+    """Compiles one small program a shape; the returned call makes the weights of `random_model` with them."""
     abstract = abstract_model(config, jnp.dtype(dtype))
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
 
@@ -145,17 +151,26 @@ def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16) -> HybridModel:
         model = FAMILIES[type(config)][0](config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
         return [leaf for leaf in jax.tree.leaves(model) if leaf.ndim < 2]
 
-    small = iter(vectors())
-    filled = []
-    for index, (path, leaf) in enumerate(leaves):
-        if leaf.ndim < 2:
-            filled.append(next(small))
-            continue
-        table = any(name in jax.tree_util.keystr(path[:1]) for name in ("embed", "lm_head"))
-        inputs = leaf.shape[-1] if table else leaf.shape[-2]
-        bound = math.sqrt(3.0 / inputs)
-        filled.append(_matrix(jnp.uint32(index), jnp.float32(bound), shape=leaf.shape, dtype=leaf.dtype))
-    return jax.tree.unflatten(structure, filled)
+    small = vectors()
+    kinds = {(leaf.shape, leaf.dtype) for _, leaf in leaves if leaf.ndim > 1}
+    programs = {
+        (shape, kind): _matrix.lower(jnp.uint32(0), jnp.float32(0), shape=shape, dtype=kind).compile()
+        for shape, kind in kinds
+    }
+
+    def make() -> HybridModel:
+        vector, filled = iter(small), []
+        for index, (path, leaf) in enumerate(leaves):
+            if leaf.ndim < 2:
+                filled.append(next(vector))
+                continue
+            table = any(name in jax.tree_util.keystr(path[:1]) for name in ("embed", "lm_head"))
+            inputs = leaf.shape[-1] if table else leaf.shape[-2]
+            program = programs[leaf.shape, leaf.dtype]
+            filled.append(program(jnp.uint32(index), jnp.float32(math.sqrt(3.0 / inputs))))
+        return jax.tree.unflatten(structure, filled)
+
+    return make
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

@@ -17,8 +17,9 @@ import os
 from pathlib import Path
 
 from bench import result_file
-from bench.decode_loop import Setting, Task, run_all
+from bench.decode_loop import Setting
 from bench.e2e_models import STAND_INS
+from bench.processes import Task, run_all
 from bench.roofline import committed, draft_rate
 
 CUT_LAYERS = {"nano-4b": 10, "qwen3.5-4b": 8, "super": 11, "q122": 8}
@@ -122,7 +123,10 @@ def main() -> None:
     if options.model in STAND_INS:
         result["note"] = f"{options.model}: experts replaced by dense MLPs of the width that a token uses"
     records, left_out = run_all(
-        plan(options), jobs=options.jobs, time_limit=options.time_limit, lock=options.lock
+        [[task] for task in plan(options)],
+        jobs=options.jobs,
+        time_limit=options.time_limit,
+        lock=options.lock,
     )
     result |= {"left_out": left_out, "records": records}
     out = options.out or result_file.RESULTS / f"e2e_spec_decode_throughput_{options.model}.json"

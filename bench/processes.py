@@ -1,0 +1,193 @@
+"""Measurements in processes of their own, which compile side by side and use the device in turns.
+
+python -m bench.processes '{"setting": {"model": "nano-4b", "batch": 256, "method": "replay"}}'
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from bench.decode_loop import Run, Setting, concurrency, line
+
+# A child takes the memory it needs, not most of the device at its start.
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """A setting to be measured, or with `memory` (bytes) its largest batch of rows of `max_length`."""
+
+    setting: Setting
+    memory: int | None = None
+    max_length: int = 2048
+
+    def describe(self) -> str:
+        """The task in a few words."""
+        setting = self.setting
+        what = f"batch {setting.batch}" if self.memory is None else "rows that fit"
+        return f"{setting.model} {setting.method} T {setting.window} {what}"
+
+
+@contextlib.contextmanager
+def turn(lock: Path | None) -> Iterator[None]:
+    """Holds the lock file, so that processes side by side use the device one after the other."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+class Child:
+    """A process that compiles a setting, repeats it when told to, and gives its record at the end."""
+
+    def __init__(self, task: Task, log: Path):
+        self.task, self._log = task, log
+        with log.open("w") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bench.processes", json.dumps(dataclasses.asdict(task)), "--obey"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                env=ENVIRONMENT | os.environ,
+            )
+
+    def answer(self, word: str | None = None) -> str:
+        """What the process prints next, after a word to it; raises ChildProcessError where it has ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            if word is not None:
+                self._process.stdin.write(word + "\n")
+                self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            said = [text for text in self._log.read_text().splitlines() if text.strip()]
+            raise ChildProcessError(said[-1][:300] if said else "ended without a message")
+        return answer
+
+    def end(self) -> None:
+        """Ends the process and waits for it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def run_group(tasks: Sequence[Task], lock: Path, deadline: float) -> list[tuple[dict | None, str]]:
+    """Records of tasks whose repeats take turns, or None and the reason where one has none.
+
+    A warm-up repeat of each comes first and is not in its record. deadline: time.monotonic() at which all end.
+    """
+    if time.monotonic() >= deadline:
+        return [(None, "time limit")] * len(tasks)
+    results: list[tuple[dict | None, str]] = [(None, "time limit")] * len(tasks)
+    with tempfile.TemporaryDirectory() as folder:
+        children = [Child(task, Path(folder) / f"{i}.log") for i, task in enumerate(tasks)]
+        alarm = threading.Timer(deadline - time.monotonic(), lambda: [child.end() for child in children])
+        alarm.start()
+        alive = dict(enumerate(children))
+
+        def tell(word: str | None) -> dict[int, str]:
+            answers = {}
+            for i, child in list(alive.items()):
+                try:
+                    answers[i] = child.answer(word)
+                except ChildProcessError as problem:
+                    del alive[i]
+                    results[i] = None, "time limit" if time.monotonic() >= deadline else str(problem)
+            return answers
+
+        try:
+            tell(None)
+            with turn(lock):
+                for _ in range(max(task.setting.repeats for task in tasks) + 1):
+                    tell("repeat")
+                for i, answer in tell("record").items():
+                    results[i] = json.loads(answer), ""
+                for child in children:
+                    child.end()
+        finally:
+            alarm.cancel()
+            for child in children:
+                child.end()
+    return results
+
+
+def run_all(
+    groups: Sequence[Sequence[Task]], *, jobs: int, time_limit: float, lock: Path | None = None
+) -> tuple[list[dict], list[dict]]:
+    """Runs groups of tasks: (records, tasks left out with the reason). Prints a line as a group ends.
+
+    jobs: groups at once; they compile side by side and use the device one after the other. time_limit:
+    seconds after which all ends. lock: a file shared with other programs that use the device.
+    """
+    deadline = time.monotonic() + time_limit
+    records, left_out = [], []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        turns = lock or Path(folder) / "device.lock"
+        results = pool.map(lambda group: run_group(group, turns, deadline), groups)
+        for group, outcomes in zip(groups, results, strict=True):
+            for task, (record, reason) in zip(group, outcomes, strict=True):
+                if record is None:
+                    left_out.append(dataclasses.asdict(task) | {"reason": reason})
+                    print(f"left out: {task.describe()}: {reason}", flush=True)
+                else:
+                    records.append(record)
+                    print(line(record), flush=True)
+    return records, left_out
+
+
+def obey(task: Task) -> None:
+    """A child's side: says "ready", then answers the words of its standard input, a line each."""
+    run = Run(task.setting) if task.memory is None else None
+    seconds = []
+    print("ready", flush=True)
+    for word in sys.stdin:
+        if word.strip() == "repeat":
+            if run is not None:
+                seconds.append(run.repeat())
+            print("done", flush=True)
+        elif run is not None:
+            print(json.dumps(run.record(seconds[1:])), flush=True)
+        else:
+            assert task.memory is not None
+            print(json.dumps(concurrency(task.setting, task.max_length, task.memory)), flush=True)
+
+
+def main() -> None:
+    """Command line; measures one task and prints its record as JSON in the last line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("task", type=json.loads, help="JSON object of the fields of Task")
+    parser.add_argument("--obey", action="store_true", help="work for a parent process, by lines")
+    parser.add_argument("--lock", type=Path, help="file to hold while the device is in use")
+    parser.add_argument("--trace", type=Path, help="folder for a profile of one more repeat")
+    options = parser.parse_args()
+    task = Task(**options.task | {"setting": Setting(**options.task["setting"])})
+    if options.obey:
+        obey(task)
+        return
+    run = Run(task.setting)
+    with turn(options.lock):
+        record = run.record([run.repeat() for _ in range(task.setting.repeats + 1)][1:])
+        if options.trace:
+            with jax.profiler.trace(str(options.trace)):
+                run.repeat()
+    print(line(record))
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
