@@ -135,8 +135,8 @@ def depth_cut(config: ModelConfig, layers: int | None) -> ModelConfig:
 def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16) -> HybridModel:
     """The model of a configuration with random weights.
 
-    Matrices are uniform with variance 1 / inputs; vectors (norms, A_log, dt_bias, D) are those of the family's
-    own initialisation.
+    Matrices are uniform with variance 1 / inputs; vectors (norms, A_log, dt_bias, D) are those of the
+    family's own initialisation.
     """
     return prepare_random(config, dtype)()
 

@@ -89,7 +89,8 @@ class Child:
 def run_group(tasks: Sequence[Task], lock: Path, deadline: float) -> list[tuple[dict | None, str]]:
     """Records of tasks whose repeats take turns, or None and the reason where one has none.
 
-    A warm-up repeat of each comes first and is not in its record. deadline: time.monotonic() at which all end.
+    A warm-up repeat of each comes first and is not in its record. deadline: the time.monotonic() at which all
+    of them end.
     """
     if time.monotonic() >= deadline:
         return [(None, "time limit")] * len(tasks)
@@ -180,6 +181,7 @@ def main() -> None:
         obey(task)
         return
     run = Run(task.setting)
+    print(f"lowered in {run.lowering:.1f} s, compiled in {run.compiling:.1f} s", file=sys.stderr)
     with turn(options.lock):
         record = run.record([run.repeat() for _ in range(task.setting.repeats + 1)][1:])
         if options.trace:
