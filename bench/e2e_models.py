@@ -92,6 +92,8 @@ PUBLISHED = {
     },
 }
 STAND_INS = ("super", "q122")
+# Layers of a depth cut that keeps the mix of kinds.
+CUT_LAYERS = {"nano-4b": 10, "qwen3.5-4b": 8, "super": 11, "q122": 8}
 HUB_NAMES = {"nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16": "nano-4b", "Qwen/Qwen3.5-4B": "qwen3.5-4b"}
 
 

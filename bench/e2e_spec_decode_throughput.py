@@ -18,11 +18,9 @@ from pathlib import Path
 
 from bench import result_file
 from bench.decode_loop import Setting
-from bench.e2e_models import STAND_INS
+from bench.e2e_models import CUT_LAYERS, STAND_INS
 from bench.processes import Task, run_all
 from bench.roofline import committed, draft_rate
-
-CUT_LAYERS = {"nano-4b": 10, "qwen3.5-4b": 8, "super": 11, "q122": 8}
 
 
 def points(base: Setting, batch: int, window: int, rate: float) -> list[Setting]:

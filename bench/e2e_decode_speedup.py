@@ -1,0 +1,139 @@
+"""Decode steps of a published model, replay against eager, one token a step.
+
+Random bfloat16 weights, greedy decoding of `--new-tokens` tokens after prompts of `--context` tokens, end of
+sequence ignored. Eager and replay run in processes of their own, compile once each and take turns repeat by
+repeat (where the memory does not hold both, one after the other; `interleaved` in the record tells). The
+prompts' keys and values are zeros: only their number matters to the time. Batches of `--full-batches` take the
+whole model, those of `--batches` a depth cut, marked so.
+
+    python -m bench.e2e_decode_speedup --model nano-4b --batch-size 256 --commit HASH
+"""
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+from bench import result_file
+from bench.decode_loop import Setting, row_bytes
+from bench.e2e_models import CUT_LAYERS, HUB_NAMES, STAND_INS, depth_cut, published
+from bench.processes import Task, run_all
+from models.checkpoint import parameter_count
+
+METHODS = ("eager", "replay")
+
+
+def needed_bytes(setting: Setting) -> int:
+    """Bytes of weights, cache and logits of a setting."""
+    weights = 2 * parameter_count(depth_cut(published(setting.model), setting.layers))
+    return weights + setting.batch * row_bytes(setting, setting.max_length)
+
+
+def groups(settings: list[Setting], memory: float) -> list[list[Task]]:
+    """A pair of tasks that take turns for every setting, or two that do not where `memory` is too small."""
+    result = []
+    for setting in settings:
+        pair = [dataclasses.replace(setting, method=method) for method in METHODS]
+        tasks = [Task(setting=one) for one in pair]
+        together = sum(map(needed_bytes, pair)) < memory
+        result += [tasks] if together else [[task] for task in tasks]
+    return result
+
+
+def speedups(records: list[dict]) -> str:
+    """Replay over eager, and both over their floors, a line for every batch and context."""
+    lines = [
+        f"{'shape':11}{'layers':>7}{'batch':>6}{'context':>8}{'eager us':>10}{'replay us':>10}{'speed-up':>9}"
+        f"{'of floor':>14}"
+    ]
+    points: dict[tuple, dict] = {}
+    for record in records:
+        key = tuple(record[name] for name in ("shape", "layers", "batch", "context"))
+        points.setdefault(key, {})[record["method"]] = record
+    for (shape, layers, batch, context), found in points.items():
+        if len(found) < len(METHODS):
+            continue
+        eager, replay = (found[method] for method in METHODS)
+        shares = "/".join(f"{100 * one['floor_us'] / one['time_us']:.0f} %" for one in (eager, replay))
+        lines.append(
+            f"{shape:11}{layers:7}{batch:6}{context:8}{eager['time_us']:10.0f}{replay['time_us']:10.0f}"
+            f"{eager['time_us'] / replay['time_us']:9.3f}{shares:>14}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line; prints the speed-ups last and writes the result file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",") if part]
+
+    parser.add_argument("--model", "--model-id", default="nano-4b", choices=(*CUT_LAYERS, *HUB_NAMES))
+    parser.add_argument(
+        "--full-batches",
+        "--batch-size",
+        type=numbers,
+        default=[1, 256, 512],
+        help="batches of the whole model",
+    )
+    parser.add_argument("--batches", type=numbers, default=[], help="batches of the depth cut")
+    parser.add_argument("--layers", type=int, help="layers of the depth cut")
+    parser.add_argument("--contexts", type=numbers, default=[256], help="tokens of a prompt")
+    parser.add_argument("--mixed", type=int, default=0, help="prompts are up to so many tokens longer")
+    parser.add_argument("--new-tokens", type=int, default=128, help="a repeat, in whole dispatches of 16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--buffer-length", type=int, default=16)
+    parser.add_argument("--phases", choices=("random", "synchronised"), default="random")
+    parser.add_argument("--memory", type=float, default=130.0, help="GB that two processes may share")
+    parser.add_argument("--jobs", type=int, default=1, help="pairs that compile side by side")
+    parser.add_argument(
+        "--time-limit", type=float, default=3600.0, help="seconds; what is left out is listed"
+    )
+    parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    # This process only names the device; the memory is its children's.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    name = HUB_NAMES.get(options.model, options.model)
+    result = result_file.head("bench.e2e_decode_speedup", options.commit)
+    if name in STAND_INS:
+        result["note"] = f"{name}: experts replaced by dense MLPs of the width that a token uses"
+    settings = [
+        Setting(
+            model=name,
+            layers=layers,
+            batch=batch,
+            method="replay",
+            buffer_length=options.buffer_length,
+            context=context,
+            spread=options.mixed,
+            dispatches=-(-options.new_tokens // 16),
+            repeats=options.repeats,
+            synchronised=options.phases == "synchronised",
+        )
+        for layers, batches in (
+            (None, options.full_batches),
+            (options.layers or CUT_LAYERS[name], options.batches),
+        )
+        for batch in batches
+        for context in options.contexts
+    ]
+    pairs = groups(settings, options.memory * 1e9)
+    records, left_out = run_all(pairs, jobs=options.jobs, time_limit=options.time_limit, lock=options.lock)
+    apart = {(task.setting.layers, task.setting.batch) for pair in pairs if len(pair) == 1 for task in pair}
+    for record in records:
+        record["interleaved"] = (
+            record["layers"] if record["depth_cut"] else None,
+            record["batch"],
+        ) not in apart
+    result |= {"left_out": left_out, "records": records}
+    result_file.write(result, options.out or result_file.RESULTS / f"e2e_decode_speedup_{name}.json")
+    print(speedups(records))
+
+
+if __name__ == "__main__":
+    main()
