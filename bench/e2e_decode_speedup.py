@@ -1,10 +1,10 @@
 """Decode steps of a published model, replay against eager, one token a step.
 
-Random bfloat16 weights, greedy decoding of `--new-tokens` tokens after prompts of `--context` tokens, end of
+Random bfloat16 weights, greedy decoding of `--new-tokens` tokens after prompts of `--contexts` tokens, end of
 sequence ignored. Eager and replay run in processes of their own, compile once each and take turns repeat by
 repeat (where the memory does not hold both, one after the other; `interleaved` in the record tells). The
-prompts' keys and values are zeros: only their number matters to the time. Batches of `--full-batches` take the
-whole model, those of `--batches` a depth cut, marked so.
+prompts' keys and values are zeros: only their number matters to the time. Batches of `--full-batches` take
+the whole model, those of `--batches` a depth cut, marked so.
 
     python -m bench.e2e_decode_speedup --model nano-4b --batch-size 256 --commit HASH
 """
@@ -98,7 +98,7 @@ def main() -> None:
     options = parser.parse_args()
     # This process only names the device; the memory is its children's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    name = HUB_NAMES.get(options.model, options.model)
+    name: str = HUB_NAMES.get(options.model) or options.model
     result = result_file.head("bench.e2e_decode_speedup", options.commit)
     if name in STAND_INS:
         result["note"] = f"{name}: experts replaced by dense MLPs of the width that a token uses"
@@ -124,12 +124,6 @@ def main() -> None:
     ]
     pairs = groups(settings, options.memory * 1e9)
     records, left_out = run_all(pairs, jobs=options.jobs, time_limit=options.time_limit, lock=options.lock)
-    apart = {(task.setting.layers, task.setting.batch) for pair in pairs if len(pair) == 1 for task in pair}
-    for record in records:
-        record["interleaved"] = (
-            record["layers"] if record["depth_cut"] else None,
-            record["batch"],
-        ) not in apart
     result |= {"left_out": left_out, "records": records}
     result_file.write(result, options.out or result_file.RESULTS / f"e2e_decode_speedup_{name}.json")
     print(speedups(records))

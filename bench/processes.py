@@ -146,7 +146,7 @@ def run_all(
                     left_out.append(dataclasses.asdict(task) | {"reason": reason})
                     print(f"left out: {task.describe()}: {reason}", flush=True)
                 else:
-                    records.append(record)
+                    records.append(record | {"interleaved": len(group) > 1})
                     print(line(record), flush=True)
     return records, left_out
 
