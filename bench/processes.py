@@ -83,7 +83,8 @@ class Child:
     def end(self) -> None:
         """Ends the process and waits for it."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
 
 
 def run_group(tasks: Sequence[Task], lock: Path, deadline: float) -> list[tuple[dict | None, str]]:

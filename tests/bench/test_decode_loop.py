@@ -1,0 +1,121 @@
+"""The timed loop of the end-to-end benchmarks, its processes, and the tables made of them."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from bench import e2e_decode_speedup, e2e_models, e2e_spec_decode_throughput, roofline
+from bench.decode_loop import Run, Setting, cursors, row_bytes
+from bench.kernel_table import kernel_times, table
+from bench.processes import Task, run_all
+
+TINY = {
+    "model_type": "nemotron_h",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "hybrid_override_pattern": "M-",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(e2e_models.PUBLISHED, "tiny", TINY)
+    return {"model": "tiny", "batch": 3, "implementation": "xla", "steps": 4, "context": 20, "spread": 5}
+
+
+@pytest.mark.parametrize("method", ["replay", pytest.param("conventional", marks=pytest.mark.slow)])
+def test_a_repeat_commits_the_drawn_counts_and_copies_no_cache(tiny, method):
+    setting = Setting(method=method, window=3, mean_accepted=2.0, dispatches=2, **tiny)
+    run = Run(setting)
+    start, length, accepted = cursors(setting)
+    seconds = [run.repeat(), run.repeat()]
+    _, _, cache = run._state
+    np.testing.assert_array_equal(cache.position, start + length + 2 * accepted.sum(axis=0))
+    record = run.record(seconds)
+    assert record["time_us"] == pytest.approx(np.mean(seconds) * 1e6, abs=0.1)
+    assert record["cache_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    # Everything donated is reused: cache and tokens.
+    assert record["aliased_bytes"] == record["cache_bytes"] + 3 * 3 * 4
+    assert record["tokens_per_second"] == pytest.approx(
+        3 * accepted.mean() / record["time_us"] * 1e6, rel=1e-3
+    )
+    assert row_bytes(setting, setting.max_length) * 3 == pytest.approx(
+        record["cache_bytes"] + 3 * 3 * 97 * 4, abs=2 * 4 * 4
+    )
+
+
+def test_rows_start_in_the_long_run_distribution(tiny):
+    setting = Setting(method="replay", window=4, mean_accepted=3.0, **tiny | {"batch": 4000, "steps": 500})
+    start, length, accepted = cursors(setting)
+    long_run = roofline.phases(setting.accepted, 16)
+    # Five standard errors; lengths and counts lie in 0..16 and 1..4.
+    assert length.mean() == pytest.approx(long_run.length, abs=5 * length.std() / np.sqrt(4000))
+    assert accepted.mean() == pytest.approx(3.0, abs=5 * accepted.std() / np.sqrt(accepted.size))
+    assert set(start + length) == set(range(20, 26))
+    with pytest.raises(ValueError, match=r"1\.\.1 committed tokens cannot be 3.0"):
+        cursors(Setting(method="eager", mean_accepted=3.0, **tiny))
+
+
+def test_what_cannot_run_is_left_out_with_the_reason():
+    task = Task(setting=Setting(model="nano-5b", batch=1, method="eager"))
+    records, left_out = run_all([[task]], jobs=1, time_limit=300.0)
+    assert not records
+    assert "There is no model 'nano-5b'" in left_out[0]["reason"]
+    records, left_out = run_all([[task]], jobs=1, time_limit=0.0)
+    assert left_out[0]["reason"] == "time limit"
+
+
+def record(**fields):
+    return {"shape": "tiny", "layers": 2, "batch": 8, "context": 20, "op": "decode", "floor_us": 4.0} | fields
+
+
+def test_ratios_compare_equal_batches_and_windows():
+    records = [
+        record(method="replay", window=4, tokens_per_second=6.0),
+        record(method="conventional", window=4, tokens_per_second=2.0),
+        record(method="eager", window=1, tokens_per_second=3.0),
+        record(method="conventional", window=4, tokens_per_second=1.0, batch=9),
+        {"method": "replay", "window": 4, "op": "concurrency", "rows": 30},
+        {"method": "conventional", "window": 4, "op": "concurrency", "rows": 12},
+    ]
+    lines = e2e_spec_decode_throughput.ratios(records).splitlines()
+    assert lines[1].split() == ["tiny", "2", "8", "4", "3.00", "2.00", "-"]
+    assert lines[2:] == ["rows that fit, T = 4, replay over conventional: 2.50"]
+
+
+def test_speedups_compare_equal_batches_and_contexts():
+    records = [
+        record(method="eager", time_us=10.0),
+        record(method="replay", time_us=5.0),
+        record(method="replay", time_us=1.0, context=40),
+    ]
+    lines = e2e_decode_speedup.speedups(records).splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["tiny", "2", "8", "20", "10", "5", "2.000", "40", "%/80", "%"]
+    ]
+
+
+def test_kernels_of_a_trace_are_summed_by_name(tmp_path):
+    names = {1: "fusion_12", 2: "fusion_3", 3: "replay_window"}
+    metadata = "".join(
+        f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }} ' for i, n in names.items()
+    )
+    events = "".join(f"events {{ metadata_id: {i} duration_ps: {i * 1_000_000} }} " for i in (1, 2, 3, 3))
+    line = f'lines {{ id: 1 name: "Stream #7(Compute)" {events} }}'
+    other = f'lines {{ id: 2 name: "XLA Ops" {events} }}'
+    space = f'planes {{ id: 1 name: "/device:GPU:0" {line} {other} {metadata} }}'
+    (tmp_path / "a.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(space))
+    times = kernel_times(tmp_path)
+    assert times == {"fusion": (2, 3.0), "replay_window": (2, 6.0)}
+    assert re.search(r"1\.0 +3\.0  replay_window\n", table(times, steps=2))
