@@ -9,7 +9,7 @@ from models.layers.embedding import Embedding
 from models.layers.norm import RMSNorm
 from models.mtp import MTPHead
 from replayssm_jax.cache import Cache, LayerSpec, init_cache
-from replayssm_jax.config import DEFAULT_REPLAY, ReplayConfig
+from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig
 from replayssm_jax.replay import Segment, fresh_segment
 
 
@@ -59,7 +59,7 @@ class HybridModel(nnx.Module):
         self,
         batch: int,
         max_length: int,
-        replay: ReplayConfig | None = DEFAULT_REPLAY,
+        replay: DecodingConfig | None = DEFAULT_REPLAY,
         *,
         flush_at=None,
         seed: int = 0,

@@ -64,15 +64,20 @@ class Kernels:
         new: Ring,
         reader: jax.Array,
         constants: jax.Array | None,
+        plan: tuple | None = None,
         *,
         out_dtype: Any = jnp.float32,
         ctas: int = launch.EAGER_CTAS,
         interpret: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Outputs [B, 1, H, V] and the new state of one eager step."""
+        """Outputs [B, 1, H, V] and the new state of one eager step.
+
+        plan: of the rows to serve, all marked as flushing; None means every row.
+        """
         call = _Call(state, None, new, reader, constants, out_dtype, writes_state=True)
-        zeros = jnp.zeros((state.shape[0],), jnp.int32)
-        plan = launch.plan(jnp.ones(zeros.shape, jnp.bool_), zeros, zeros)
+        if plan is None:
+            zeros = jnp.zeros((state.shape[0],), jnp.int32)
+            plan = launch.plan(jnp.ones(zeros.shape, jnp.bool_), zeros, zeros)
         call.fold(self.token_rule, plan, ctas, history=False, interpret=interpret)
         return call.outputs(), call.state()
 

@@ -7,7 +7,7 @@ Outputs come from both; the state is written only when the ring is full.
 from replayssm_jax.api import Loaded, convert, load
 from replayssm_jax.cache import Cache, insert, materialize, reset, select
 from replayssm_jax.cache_io import restore_cache, save_cache
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import EagerConfig, ReplayConfig
 from replayssm_jax.drafters import Speculative
 from replayssm_jax.generate import Generation, Piece, generate, stream, warmup
 from replayssm_jax.replay import commit, prefill, step
@@ -19,6 +19,7 @@ __all__ = [
     "Cache",
     "Drafter",
     "Drafts",
+    "EagerConfig",
     "Generation",
     "Loaded",
     "Piece",

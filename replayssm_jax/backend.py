@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DecodingConfig, ReplayConfig
 
 logger = logging.getLogger(__name__)
 
@@ -17,28 +17,27 @@ KERNELS = {"mamba2": "pallas_kernels.mamba2", "gated_delta": "pallas_kernels.gat
 _logged: set[str] = set()
 
 
-def resolve(replay: ReplayConfig, specs: Sequence[Any], batch: int) -> ReplayConfig:
+def resolve(method: DecodingConfig, specs: Sequence[Any], batch: int) -> DecodingConfig:
     """The same configuration with the backend that will serve it: "xla" or "pallas".
 
-    specs: a model's layer specs. "auto" takes the portable backend and logs once why: the kernels have been
-    checked alone on a GPU, not yet inside whole models. Raises ValueError when "pallas" is asked for and
-    cannot be served.
+    specs: a model's layer specs. "auto" takes the kernels where they can serve every recurrent layer, else
+    the portable backend, and logs each reason once. Raises ValueError when "pallas" is asked for and cannot
+    be served.
     """
-    if replay.implementation == "xla":
-        return replay
-    reason = _refusal(replay, specs, batch)
-    if replay.implementation == "pallas":
-        if reason is not None:
-            raise ValueError(f'implementation="pallas" cannot be served: {reason}.')
-        return replay
-    reason = reason or 'the GPU kernels serve on request only, implementation="pallas"'
+    if method.implementation == "xla":
+        return method
+    reason = _refusal(method, specs, batch)
+    if reason is None:
+        return dataclasses.replace(method, implementation="pallas")
+    if method.implementation == "pallas":
+        raise ValueError(f'implementation="pallas" cannot be served: {reason}.')
     if reason not in _logged:
         _logged.add(reason)
         logger.info("decoding with the portable backend: %s", reason)
-    return dataclasses.replace(replay, implementation="xla")
+    return dataclasses.replace(method, implementation="xla")
 
 
-def _refusal(replay: ReplayConfig, specs: Sequence[Any], batch: int) -> str | None:
+def _refusal(method: DecodingConfig, specs: Sequence[Any], batch: int) -> str | None:
     """Why the GPU kernels cannot serve a cache; None when they can."""
     from pallas_kernels import launch
 
@@ -46,27 +45,36 @@ def _refusal(replay: ReplayConfig, specs: Sequence[Any], batch: int) -> str | No
         launch.require_jax()
     except launch.Unsupported as error:
         return str(error)
-    if jax.default_backend() != "gpu":
-        return f"the Pallas kernels need a GPU, and the default backend is {jax.default_backend()}"
-    capability = str(getattr(jax.devices()[0], "compute_capability", "0.0"))
+    device = _default_device()
+    if device.platform != "gpu":
+        return f"the Pallas kernels need a GPU, and the default device is a {device.platform}"
+    capability = str(getattr(device, "compute_capability", "0.0"))
     if float(capability) < 9.0:
         return f"the Pallas kernels need a Hopper GPU or newer, this one has compute capability {capability}"
-    return size_refusal(replay, specs, batch)
+    return size_refusal(method, specs, batch)
 
 
-def size_refusal(replay: ReplayConfig, specs: Sequence[Any], batch: int) -> str | None:
+def _default_device() -> Any:
+    """Where new arrays go: the first device, unless `jax.default_device` says otherwise."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None or isinstance(device, str):
+        return jax.local_devices(backend=device)[0]
+    return device
+
+
+def size_refusal(method: DecodingConfig, specs: Sequence[Any], batch: int) -> str | None:
     """Why the GPU kernels cannot serve these sizes; None when they can."""
     from pallas_kernels import launch
     from pallas_kernels.pipeline import Geometry
 
-    slots = ring_slots(dataclasses.replace(replay, implementation="pallas"))
+    slots = ring_slots(dataclasses.replace(method, implementation="pallas"))
     for spec in specs:
         name = getattr(spec, "recurrence", None)
         if name is None:
             continue
         if name not in KERNELS:
             return f"there are no Pallas kernels for {name}"
-        geometry = Geometry(batch, spec.groups, spec.heads, spec.head_dim, spec.d_state, slots, replay.window)
+        geometry = Geometry(batch, spec.groups, spec.heads, spec.head_dim, spec.d_state, slots, method.window)
         try:
             importlib.import_module(KERNELS[name]).KERNELS.check(geometry)
         except launch.Unsupported as error:
@@ -74,43 +82,44 @@ def size_refusal(replay: ReplayConfig, specs: Sequence[Any], batch: int) -> str 
     return None
 
 
-def ring_slots(replay: ReplayConfig) -> int:
+def ring_slots(method: DecodingConfig) -> int:
     """R: slots of a ring, at least buffer_length + window; the GPU kernels read a multiple of 8."""
-    granule = 8 if replay.implementation == "pallas" else 1
-    return -(-(replay.buffer_length + replay.window) // granule) * granule
+    granule = 8 if method.implementation == "pallas" else 1
+    return -(-(method.buffer_length + method.window) // granule) * granule
 
 
-def row_plan(flush: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rows that do not flush, then those that do, for the kernels of every layer of a step.
+def row_plan(method: DecodingConfig, fold: jax.Array, start: jax.Array, length: jax.Array) -> Any:
+    """Which rows rewrite their state in a step, for the kernels of all layers; None for the portable backend.
 
-    flush: bool [B]. start, length: int32 [B], before the flush.
+    fold: int32 [B], committed tokens that a row folds first; every row of an eager cache rewrites its state.
+    start, length: int32 [B], before the fold.
     """
+    if method.implementation != "pallas":
+        return None
     from pallas_kernels import launch
 
-    return launch.plan(flush, start, length)
+    rewrites = fold > 0 if isinstance(method, ReplayConfig) else jnp.ones_like(fold, dtype=bool)
+    return launch.plan(rewrites, start, length)
 
 
 def kernel_step(
-    recurrence: str, checkpoint: jax.Array, ring: Any, inputs: Any, reader: jax.Array, heads: Any, plan: Any
+    recurrence: str, state: jax.Array, ring: Any, inputs: Any, reader: jax.Array, heads: Any, plan: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Fold, outputs and append of one layer by the GPU kernels: (outputs, checkpoint, ring), in place.
+    """One layer's step by the GPU kernels, in place: (outputs, checkpoint or state, ring).
 
-    Arguments as for `recur`, the ring without the new tokens; plan from `row_plan`.
+    Arguments as for `recur`; ring: without the new tokens, None for an eager step; plan: from `row_plan`.
     """
-    return _kernel_step(checkpoint, ring, inputs, reader, heads, plan, recurrence=recurrence)
+    return _kernel_step(state, ring, inputs, reader, heads, plan, recurrence=recurrence)
 
 
-def _step(checkpoint, ring, inputs, reader, heads, plan, *, recurrence: str):
-    constants = jax.tree.leaves(heads)
-    outputs, checkpoint, slots = importlib.import_module(KERNELS[recurrence]).step(
-        checkpoint,
-        tuple(jax.tree.leaves(ring)),
-        tuple(jax.tree.leaves(inputs)),
-        reader,
-        jnp.stack(constants) if constants else None,
-        plan,
-    )
-    return outputs, checkpoint, jax.tree.unflatten(jax.tree.structure(ring), slots)
+def _step(state, ring, inputs, reader, heads, plan, *, recurrence: str):
+    kernels = importlib.import_module(KERNELS[recurrence])
+    new = tuple(jax.tree.leaves(inputs))
+    constants = jnp.stack(jax.tree.leaves(heads)) if jax.tree.leaves(heads) else None
+    if ring is None:
+        return *kernels.eager(state, new, reader, constants, plan=plan), None
+    outputs, state, slots = kernels.step(state, tuple(jax.tree.leaves(ring)), new, reader, constants, plan)
+    return outputs, state, jax.tree.unflatten(jax.tree.structure(ring), slots)
 
 
 # One inner program a layer kind: its kernels are traced and lowered once, however many layers use them.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.numerics import hash_uint32
 from replayssm_jax.backend import resolve, ring_slots
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.recurrence import RECURRENCES
 
 
@@ -87,7 +87,7 @@ class Cache:
     pending: input tokens of the last step that are not committed yet.
     flush_at: a row flushes at a step of T tokens when length + T exceeds this.
     seed: a row's seed for stochastic rounding.
-    replay: how the cache decodes; None is the eager method. max_length: columns for keys and values.
+    replay: how the cache decodes, with the backend that does it. max_length: columns for keys and values.
     """
 
     layers: tuple
@@ -96,7 +96,7 @@ class Cache:
     pending: Int32[Array, " B"]
     flush_at: Int32[Array, " B"]
     seed: UInt32[Array, " B"]
-    replay: ReplayConfig | None = static()
+    replay: DecodingConfig = static()
     max_length: int = static()
 
     @property
@@ -112,18 +112,17 @@ class Cache:
     @property
     def window(self) -> int:
         """The largest number of tokens one step may take."""
-        return 1 if self.replay is None else self.replay.window
+        return self.replay.window
 
 
-def _layer(spec: LayerSpec, heads, batch: int, max_length: int, replay: ReplayConfig | None, dtype):
+def _layer(spec: LayerSpec, heads, batch: int, max_length: int, replay: DecodingConfig, dtype):
     if spec is None:
         return None
     if isinstance(spec, AttentionSpec):
         shape = (batch, max_length, spec.kv_heads, spec.head_dim)
         return AttentionLayer(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
-    window = 1 if replay is None else replay.window
     ring = None
-    if replay is not None:
+    if isinstance(replay, ReplayConfig):
         ring = RECURRENCES[spec.recurrence].zeros(
             batch,
             ring_slots(replay),
@@ -136,7 +135,7 @@ def _layer(spec: LayerSpec, heads, batch: int, max_length: int, replay: ReplayCo
     return RecurrentLayer(
         checkpoint=jnp.zeros((batch, spec.heads, spec.head_dim, spec.d_state), jnp.float32),
         ring=ring,
-        conv=jnp.zeros((batch, spec.conv_kernel - 1 + window, spec.conv_channels), dtype),
+        conv=jnp.zeros((batch, spec.conv_kernel - 1 + replay.window, spec.conv_channels), dtype),
         heads=jax.tree.map(jnp.copy, heads),
         recurrence=spec.recurrence,
     )
@@ -153,7 +152,7 @@ def init_cache(
     batch: int,
     max_length: int,
     *,
-    replay: ReplayConfig | None,
+    replay: DecodingConfig | None,
     dtype,
     flush_at=None,
     seed: int = 0,
@@ -170,15 +169,8 @@ def init_cache(
     for name, value in (("batch", batch), ("max_length", max_length)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
-    if replay is not None and not isinstance(replay, ReplayConfig):
-        raise ValueError(f"replay must be a ReplayConfig, or None for the eager method, got {replay!r}.")
-    if replay is None:
-        if flush_at is not None:
-            raise ValueError("flush_at has no meaning in an eager cache (replay=None).")
-        flush_at = 1
-    else:
-        replay = resolve(replay, specs, int(batch))
-        flush_at = _checked_flush_at(flush_at, batch, replay)
+    replay = resolve(_method(replay), specs, int(batch))
+    flush_at = _checked_flush_at(flush_at, batch, replay)
     count = jnp.zeros((batch,), jnp.int32)
     return Cache(
         layers=tuple(
@@ -195,9 +187,22 @@ def init_cache(
     )
 
 
-def _checked_flush_at(flush_at, batch: int, replay: ReplayConfig):
+def _method(replay) -> DecodingConfig:
+    """The configuration of a method; raises ValueError for anything else."""
+    if replay is None:
+        return EagerConfig()
+    if not isinstance(replay, DecodingConfig):
+        raise ValueError(
+            f"replay must be a ReplayConfig, or an EagerConfig or None for the eager method, got {replay!r}."
+        )
+    return replay
+
+
+def _checked_flush_at(flush_at, batch: int, replay: DecodingConfig):
     if flush_at is None:
         return replay.buffer_length
+    if isinstance(replay, EagerConfig):
+        raise ValueError("flush_at has no meaning in an eager cache (replay=None).")
     if isinstance(flush_at, Tracer):
         return flush_at
     values = np.asarray(flush_at)
@@ -211,12 +216,11 @@ def _checked_flush_at(flush_at, batch: int, replay: ReplayConfig):
 
 
 def cache_bytes(
-    specs: tuple[LayerSpec, ...], max_length: int, replay: ReplayConfig | None, dtype
+    specs: tuple[LayerSpec, ...], max_length: int, replay: DecodingConfig | None, dtype
 ) -> dict[str, int]:
     """Bytes a sequence of the cache's buffers: keys checkpoint, ring, conv, kv and total."""
-    if replay is not None:
-        replay = resolve(replay, specs, 1)
-    layers = jax.eval_shape(lambda: tuple(_layer(spec, None, 1, max_length, replay, dtype) for spec in specs))
+    method = resolve(_method(replay), specs, 1)
+    layers = jax.eval_shape(lambda: tuple(_layer(spec, None, 1, max_length, method, dtype) for spec in specs))
     recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
     attention = [layer for layer in layers if isinstance(layer, AttentionLayer)]
 
@@ -342,8 +346,8 @@ def _without_heads(cache: Cache) -> tuple:
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _reset(cache: Cache, rows: Int32[Array, " n"], seeds: UInt32[Array, " n"] | None) -> Cache:
     seed = cache.seed if seeds is None else cache.seed.at[rows].set(seeds, mode="drop")
-    full = 1 if cache.replay is None else cache.replay.buffer_length
-    flush_at = cache.flush_at.at[rows].set(jnp.int32(full), mode="drop")
+    full = jnp.int32(cache.replay.buffer_length)
+    flush_at = cache.flush_at.at[rows].set(full, mode="drop")
     cleared = _map_rows(lambda leaf: leaf.at[rows].set(jnp.zeros((), leaf.dtype), mode="drop"), cache)
     return replace(cleared, seed=seed, flush_at=flush_at)
 

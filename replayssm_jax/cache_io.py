@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.cache import AttentionLayer, Cache, RecurrentLayer, check_usable
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.recurrence import RECURRENCES
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_METHODS = {method.__name__: method for method in (ReplayConfig, EagerConfig)}
 _CURSORS = ("start", "length", "pending", "flush_at", "seed")
 
 
@@ -61,7 +62,8 @@ def save_cache(cache: Cache, path) -> None:
     arrays = _arrays(cache)
     about = {
         "schema_version": SCHEMA_VERSION,
-        "replay": None if cache.replay is None else dataclasses.asdict(cache.replay),
+        "method": type(cache.replay).__name__,
+        "replay": dataclasses.asdict(cache.replay),
         "max_length": cache.max_length,
         "layers": [_layer_kind(layer) for layer in cache.layers],
         "arrays": {name: [list(array.shape), array.dtype.name] for name, array in arrays.items()},
@@ -111,12 +113,12 @@ def _restored(path: Path, about: dict[str, Any]) -> Cache:
     with ocp.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore(path / "arrays", target)
     layers = tuple(_layer(kind, index, arrays) for index, kind in enumerate(about["layers"]))
-    replay = None if about["replay"] is None else _served(ReplayConfig(**about["replay"]))
+    replay = _served(_METHODS[about["method"]](**about["replay"]))
     cursors = {name: arrays[name] for name in _CURSORS}
     return Cache(layers=layers, replay=replay, max_length=about["max_length"], **cursors)
 
 
-def _served(replay: ReplayConfig) -> ReplayConfig:
+def _served(replay: DecodingConfig) -> DecodingConfig:
     """The portable backend reads any ring; the kernels' caches go on with it where there is no GPU."""
     if replay.implementation == "pallas" and jax.default_backend() != "gpu":
         return dataclasses.replace(replay, implementation="xla")

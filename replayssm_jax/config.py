@@ -1,8 +1,14 @@
-"""How a cache decodes: the replay configuration."""
+"""How a cache decodes: by replay, or by the eager method."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
+
+
+def _check_implementation(implementation: str) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f'implementation must be "auto", "xla" or "pallas", got {implementation!r}.')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +18,7 @@ class ReplayConfig:
     buffer_length: L, committed tokens a row may hold in the ring before its checkpoint is rewritten.
     window: the largest number of tokens one `step` may take (1 + drafts for speculative verification).
     implementation: "xla" is portable JAX, "pallas" the GPU kernels; a request that cannot be served raises
-        when the cache is made. "auto" takes portable JAX on every device for now (see `backend.resolve`).
+        when the cache is made. "auto" takes the kernels where they can serve, else portable JAX.
 
     Raises ValueError for sizes below 1, for buffer_length < window, and for an unknown implementation.
     """
@@ -31,10 +37,24 @@ class ReplayConfig:
                 f"buffer_length must be at least window: got buffer_length={self.buffer_length}, "
                 f"window={self.window}."
             )
-        if self.implementation not in IMPLEMENTATIONS:
-            raise ValueError(
-                f'implementation must be "auto", "xla" or "pallas", got {self.implementation!r}.'
-            )
+        _check_implementation(self.implementation)
 
 
+@dataclass(frozen=True, kw_only=True)
+class EagerConfig:
+    """Eager decoding: every step of one token rewrites the state; nothing can be taken back.
+
+    implementation: as in `ReplayConfig`. Where a cache is made, `replay=None` means EagerConfig().
+    Raises ValueError for an unknown implementation.
+    """
+
+    buffer_length: ClassVar[int] = 1
+    window: ClassVar[int] = 1
+    implementation: str = "auto"
+
+    def __post_init__(self):
+        _check_implementation(self.implementation)
+
+
+DecodingConfig = ReplayConfig | EagerConfig
 DEFAULT_REPLAY = ReplayConfig()

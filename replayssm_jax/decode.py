@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.numerics import hash_uint32
 from replayssm_jax.cache import Cache, reset, static
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DecodingConfig
 from replayssm_jax.replay import commit_core, prefill_core, step_core, will_flush
 from replayssm_jax.sampling import Purpose, SamplingParams, ends_text, sample, token_keys
 from replayssm_jax.speculative import accept, at_index, cut_short
@@ -108,14 +108,14 @@ class Block:
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "max_length", "replay"))
-def empty_cache(model: FlatModel, batch: int, max_length: int, replay: ReplayConfig | None) -> Cache:
+def empty_cache(model: FlatModel, batch: int, max_length: int, replay: DecodingConfig | None) -> Cache:
     """`model.init_cache` as one program instead of one for every buffer."""
     return model.unflatten().init_cache(batch, max_length, replay)
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "max_length", "replay"))
 def empty_state(
-    model: FlatModel, drafter: FlatModel, batch: int, max_length: int, replay: ReplayConfig | None
+    model: FlatModel, drafter: FlatModel, batch: int, max_length: int, replay: DecodingConfig | None
 ) -> Any:
     """A drafter's state of empty rows."""
     return drafter.unflatten().init(model.unflatten(), batch, max_length, replay)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32
 from replayssm_jax import cache as caches
 from replayssm_jax.api import Loaded
 from replayssm_jax.cache import Cache
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DecodingConfig, EagerConfig
 from replayssm_jax.replay import commit_core, prefill_core, step_core
 from replayssm_jax.speculative import Drafter, Drafts, NoDrafts, at_index, draw_drafts
 
@@ -87,16 +87,16 @@ def _refuse_other_vocabulary(drafter: Loaded, loaded: Loaded) -> None:
         raise ValueError(f"The drafter {drafter.path} gives tokens other ids than {loaded.path} does.")
 
 
-def with_window(replay: ReplayConfig | None, speculative: Speculative | None) -> ReplayConfig | None:
+def with_window(replay: DecodingConfig | None, speculative: Speculative | None) -> DecodingConfig | None:
     """The configuration of a cache that verifies the windows of `speculative`.
 
     Raises ValueError for an eager cache, another window than 1 (the default) or the needed one, and a
     buffer_length below it.
     """
-    if speculative is None or (replay is not None and not isinstance(replay, ReplayConfig)):
+    if speculative is None or (replay is not None and not isinstance(replay, DecodingConfig)):
         return replay
     need = f"draft_tokens={speculative.draft_tokens} needs window={speculative.window}"
-    if replay is None:
+    if replay is None or isinstance(replay, EagerConfig):
         raise ValueError(f"{need}, but an eager cache (replay=None) takes one token a step.")
     if replay.window not in (1, speculative.window):
         raise ValueError(f"{need}, but replay has window={replay.window}.")
@@ -245,6 +245,6 @@ def _flushing_now_or_not_at_all(cache: Cache, tokens: int) -> Cache:
 
     Entries fed after that are not folded before they are committed for good.
     """
-    full = cache.window if cache.replay is None else cache.replay.buffer_length
+    full = cache.replay.buffer_length
     crowded = cache.length + tokens > full
     return replace(cache, flush_at=jnp.where(crowded, cache.length, jnp.int32(full)))

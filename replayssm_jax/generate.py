@@ -11,7 +11,7 @@ from tqdm import tqdm
 from replayssm_jax.api import Loaded
 from replayssm_jax.buckets import prefill_buckets, rounded_length
 from replayssm_jax.cache import Cache, check_usable
-from replayssm_jax.config import DEFAULT_REPLAY, ReplayConfig
+from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig, ReplayConfig
 from replayssm_jax.drafters import Speculative, drafter_of, with_window
 from replayssm_jax.memory import refuse_what_cannot_fit
 from replayssm_jax.prompts import encode_prompts, refuse_empty
@@ -55,7 +55,7 @@ def generate(
     prompts: Any,
     sampling: Sampling = DEFAULT_SAMPLING,
     *,
-    replay: ReplayConfig | None = DEFAULT_REPLAY,
+    replay: DecodingConfig | None = DEFAULT_REPLAY,
     speculative: Speculative | None = None,
     max_length: int | None = None,
     max_rows: int | None = None,
@@ -111,7 +111,7 @@ def stream(
     prompts: Any,
     sampling: Sampling = DEFAULT_SAMPLING,
     *,
-    replay: ReplayConfig | None = DEFAULT_REPLAY,
+    replay: DecodingConfig | None = DEFAULT_REPLAY,
     speculative: Speculative | None = None,
     max_length: int | None = None,
     max_rows: int | None = None,
@@ -152,7 +152,7 @@ def warmup(
     rows: int = 1,
     longest_prompt: int = 512,
     max_length: int | None = None,
-    replay: ReplayConfig | None = DEFAULT_REPLAY,
+    replay: DecodingConfig | None = DEFAULT_REPLAY,
     speculative: Speculative | None = None,
 ) -> Stats:
     """Compile ahead of time what `generate` needs for so many rows and for prompts up to the longest.
@@ -201,7 +201,7 @@ def _prepare(
     prompts: Any,
     sampling: Sampling,
     *,
-    replay: ReplayConfig | None,
+    replay: DecodingConfig | None,
     speculative: Speculative | None,
     max_length: int | None,
     max_rows: int | None,
@@ -278,7 +278,7 @@ def chosen_vocabulary(loaded: Loaded, vocab_size: int | None) -> int:
 
 def _cache_of(
     earlier: Generation,
-    replay: ReplayConfig | None,
+    replay: DecodingConfig | None,
     speculative: Speculative | None,
     max_length: int | None,
     max_rows: int | None,
@@ -332,8 +332,8 @@ def _continued(
     return [[tokens[-1], *ids] for tokens, ids in zip(earlier, more, strict=True)]
 
 
-def _sizes(replay: ReplayConfig | None) -> tuple[int, int] | None:
-    return None if replay is None else (replay.buffer_length, replay.window)
+def _sizes(replay: DecodingConfig | None) -> tuple[int, int] | None:
+    return (replay.buffer_length, replay.window) if isinstance(replay, ReplayConfig) else None
 
 
 def _checked_length(

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DecodingConfig
 from replayssm_jax.speculative import Drafter, NoDrafts
 
 
@@ -18,7 +18,7 @@ def free_bytes(model: Any) -> int | None:
 
 
 def row_bytes(
-    model: Any, max_length: int, replay: ReplayConfig | None, drafter: Drafter | None = None
+    model: Any, max_length: int, replay: DecodingConfig | None, drafter: Drafter | None = None
 ) -> int:
     """Bytes of cache, and of the drafter's state, that one row takes."""
     drafter = drafter or NoDrafts()
@@ -29,7 +29,7 @@ def row_bytes(
 
 
 def refuse_what_cannot_fit(
-    model: Any, rows: int, max_length: int, replay: ReplayConfig | None, drafter: Drafter | None = None
+    model: Any, rows: int, max_length: int, replay: DecodingConfig | None, drafter: Drafter | None = None
 ) -> None:
     """Raises ValueError saying how many rows would fit, when `rows` rows (and one to prefill into) do not."""
     free = free_bytes(model)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from replayssm_jax.backend import kernel_step, row_plan
 from replayssm_jax.cache import Cache, RecurrentLayer, check_usable, static
+from replayssm_jax.config import EagerConfig, ReplayConfig
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +31,7 @@ class Segment:
     the cursors after that flush.
     mode: "prefill" (chunked recurrence, the state is written) or "step" (T outputs from checkpoint and
     ring, or one eager step). tokens: T.
-    plan: the row plan of the GPU kernels in steps that they serve.
+    plan: the row plan of the GPU kernels in steps that they serve; in eager steps it lists every row.
     """
 
     position: Int32[Array, " B"]
@@ -87,8 +88,6 @@ def prefill_segment(cache: Cache, lengths: Int32[Array, " B"], tokens: int) -> S
 
 def flush_due(cache: Cache, tokens: int) -> Bool[Array, " B"]:
     """Rows whose next step of `tokens` tokens begins with a flush; known before the step."""
-    if cache.replay is None:
-        return jnp.zeros_like(cache.length, dtype=bool)
     return cache.length + tokens > cache.flush_at
 
 
@@ -101,16 +100,13 @@ def step_segment(cache: Cache, tokens: int, active: Bool[Array, " B"] | None = N
     """T tokens for every row; rows that are not active change no eager state."""
     fold = jnp.where(flush_due(cache, tokens), cache.length, 0)
     count = jnp.full_like(cache.start, tokens)
-    plan = None
-    if cache.replay is not None and cache.replay.implementation == "pallas":
-        plan = row_plan(fold > 0, cache.start, cache.length)
     return Segment(
         position=cache.position,
         lengths=count if active is None else jnp.where(active, count, 0),
         fold=fold,
         start=cache.start + fold,
         length=cache.length - fold,
-        plan=plan,
+        plan=row_plan(cache.replay, fold, cache.start, cache.length),
         mode="step",
         tokens=tokens,
     )
@@ -141,13 +137,14 @@ def recur(
         return outputs, replace(layer, checkpoint=state)
     if layer.ring is None:
         inputs = recurrence.neutralize(inputs, segment.valid)
-        outputs, state = recurrence.eager_step(layer.checkpoint, inputs, reader, heads)
-        return outputs, replace(layer, checkpoint=state)
     if segment.plan is not None:
         outputs, checkpoint, ring = kernel_step(
             layer.recurrence, layer.checkpoint, layer.ring, inputs, reader, heads, segment.plan
         )
         return outputs, replace(layer, checkpoint=checkpoint, ring=ring)
+    if layer.ring is None:
+        outputs, state = recurrence.eager_step(layer.checkpoint, inputs, reader, heads)
+        return outputs, replace(layer, checkpoint=state)
     checkpoint = _flush(recurrence, layer, heads, segment)
     ring = append(layer.ring, inputs, segment.position)
     outputs = recurrence.window(checkpoint, ring, reader, heads, segment.start, segment.length)
@@ -216,16 +213,13 @@ def step_core(model, tokens: Int32[Array, "B T"], cache: Cache, active: Bool[Arr
     count = tokens.shape[1]
     segment = step_segment(cache, count, active)
     hidden, layers = model(tokens, segment, cache.layers)
-    flush_at = cache.flush_at
-    if cache.replay is not None:
-        flush_at = jnp.where(flush_due(cache, count), cache.replay.buffer_length, flush_at)
     cache = replace(
         cache,
         layers=layers,
         start=segment.start,
         length=segment.length,
         pending=jnp.full_like(cache.pending, count),
-        flush_at=flush_at,
+        flush_at=jnp.where(flush_due(cache, count), cache.replay.buffer_length, cache.flush_at),
     )
     return model.logits(hidden), hidden, cache
 
@@ -233,8 +227,9 @@ def step_core(model, tokens: Int32[Array, "B T"], cache: Cache, active: Bool[Arr
 def commit_core(cache: Cache, accepted: Int32[Array, " B"]) -> Cache:
     """`commit` without jit, checks or donation."""
     count = jnp.clip(accepted, 0, cache.pending)
-    cursors = {"start": cache.start + count} if cache.replay is None else {"length": cache.length + count}
-    return replace(cache, pending=jnp.zeros_like(cache.pending), **cursors)
+    moved = "length" if isinstance(cache.replay, ReplayConfig) else "start"
+    cursor = {moved: getattr(cache, moved) + count}
+    return replace(cache, pending=jnp.zeros_like(cache.pending), **cursor)
 
 
 @functools.partial(jax.jit, donate_argnums=3, static_argnames="return_hidden", keep_unused=True)
@@ -321,7 +316,7 @@ def step(model, tokens, cache: Cache, *, return_hidden: bool = False):
     if tokens.shape[1] > cache.window:
         kind = (
             "an eager cache takes"
-            if cache.replay is None
+            if isinstance(cache.replay, EagerConfig)
             else f"this cache has window={cache.window} and takes"
         )
         raise ValueError(f"{kind} at most {cache.window} tokens a step, got {tokens.shape[1]}.")

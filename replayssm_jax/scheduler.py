@@ -13,7 +13,7 @@ import numpy as np
 from replayssm_jax.buckets import prefill_chunks
 from replayssm_jax.cache import Cache, insert, select
 from replayssm_jax.compilations import Compilations
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DecodingConfig, ReplayConfig
 from replayssm_jax.decode import (
     DISPATCH_STEPS,
     Block,
@@ -91,9 +91,9 @@ class Request:
     finish_reason: Literal["stop", "length"] | None = None
 
 
-def flush_offset(index: int, replay: ReplayConfig | None) -> int | None:
+def flush_offset(index: int, replay: DecodingConfig | None) -> int | None:
     """A first window of 1..L that differs from prompt to prompt; None, the full one, in eager caches."""
-    if replay is None:
+    if not isinstance(replay, ReplayConfig):
         return None
     # Fibonacci hashing spreads consecutive indices evenly over any L.
     return 1 + ((index * 0x9E3779B1 % 2**32) * replay.buffer_length >> 32)
@@ -116,7 +116,7 @@ class Scheduler:
         stop_ids: tuple[int, ...],
         batch: int,
         max_length: int,
-        replay: ReplayConfig | None,
+        replay: DecodingConfig | None,
         cache: Cache | None,
         drafter: Drafter | None = None,
         drafts: int = 0,
@@ -132,7 +132,6 @@ class Scheduler:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._max_length = max_length
-        self._replay = replay
         self._model = FlatModel.of(model)
         self._drafter = FlatModel.of(drafter or NoDrafts())
         self._drafts = drafts
@@ -143,7 +142,7 @@ class Scheduler:
         self._window: Window | None = None
         if cache is None:
             with self._compilations:
-                self.cache = self._empty_cache(batch, self._replay)
+                self.cache = self._empty_cache(batch, replay)
                 self.state = empty_state(self._model, self._drafter, batch, max_length, replay)
             self._queue = deque(requests)
         else:
@@ -200,7 +199,7 @@ class Scheduler:
             ring_occupancy=tally["entries"] / row_steps,
         )
 
-    def _empty_cache(self, batch: int, replay: ReplayConfig | None) -> Cache:
+    def _empty_cache(self, batch: int, replay: DecodingConfig | None) -> Cache:
         return empty_cache(self._model, batch, self._max_length, replay)
 
     def _first_rows(self) -> Rows:
@@ -263,7 +262,7 @@ class Scheduler:
         if self._resumed:
             return part or (select(self.cache, [row]), self._state_of(row))
         part = part or self._part or (self._empty_cache(1, self.cache.replay), self._state_of(row))
-        window = request.flush_at or (1 if self._replay is None else self._replay.buffer_length)
+        window = request.flush_at or self.cache.replay.buffer_length
         return clear_row(self._drafter, *part, np.int32(request.index), np.int32(window), self._params)
 
     def _state_of(self, row: int) -> Any:

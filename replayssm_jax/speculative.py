@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DecodingConfig
 from replayssm_jax.sampling import (
     Purpose,
     SamplingParams,
@@ -51,7 +51,7 @@ class Drafter:
     are scratch, so rolling back is ignoring them.
     """
 
-    def init(self, model: Any, batch: int, max_length: int, replay: ReplayConfig | None) -> Any:
+    def init(self, model: Any, batch: int, max_length: int, replay: DecodingConfig | None) -> Any:
         """State of `batch` empty rows that can hold `max_length` tokens; drafts are replay.window - 1."""
         return ()
 
