@@ -13,6 +13,7 @@ from replayssm_jax.generate import Generation, Piece, generate, stream, warmup
 from replayssm_jax.replay import commit, prefill, step
 from replayssm_jax.sampling import Sampling
 from replayssm_jax.score import score
+from replayssm_jax.sharding import shard_cache
 from replayssm_jax.speculative import Drafter, Drafts
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "save_cache",
     "score",
     "select",
+    "shard_cache",
     "step",
     "stream",
     "warmup",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.numerics import hash_uint32
@@ -16,9 +17,9 @@ from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.recurrence import RECURRENCES
 
 
-def static() -> Any:
+def static(**options: Any) -> Any:
     """A dataclass field that belongs to the pytree's structure, not to its leaves."""
-    return field(metadata={"static": True})
+    return field(metadata={"static": True}, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ class Cache:
     flush_at: a row flushes at a step of T tokens when length + T exceeds this.
     seed: a row's seed for stochastic rounding.
     replay: how the cache decodes, with the backend that does it. max_length: columns for keys and values.
+    mesh: the devices of a cache on several; see `sharding.shard_cache`.
     """
 
     layers: tuple
@@ -98,6 +100,7 @@ class Cache:
     seed: UInt32[Array, " B"]
     replay: DecodingConfig = static()
     max_length: int = static()
+    mesh: Mesh | None = static(default=None)
 
     @property
     def batch(self) -> int:
@@ -323,7 +326,7 @@ def insert(cache: Cache, part: Cache, rows) -> Cache:
     indices = _row_indices(rows, "insert")
     if indices.shape[0] != part.batch:
         raise ValueError(f"insert got {indices.shape[0]} row indices for a part of {part.batch} rows.")
-    for name in ("replay", "max_length"):
+    for name in ("replay", "max_length", "mesh"):
         mine, theirs = getattr(cache, name), getattr(part, name)
         if mine != theirs:
             raise ValueError(f"insert needs the same {name}: the cache has {mine}, the part has {theirs}.")

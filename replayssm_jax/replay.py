@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
 from replayssm_jax.backend import kernel_step, row_plan
 from replayssm_jax.cache import Cache, RecurrentLayer, check_usable, static
 from replayssm_jax.config import EagerConfig, ReplayConfig
+from replayssm_jax.sharding import in_place, split_recurrence, split_rows
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +34,7 @@ class Segment:
     mode: "prefill" (chunked recurrence, the state is written) or "step" (T outputs from checkpoint and
     ring, or one eager step). tokens: T.
     plan: the row plan of the GPU kernels in steps that they serve; in eager steps it lists every row.
+    mesh: devices that share the rows and heads; each then has a plan of its own rows.
     """
 
     position: Int32[Array, " B"]
@@ -39,9 +42,10 @@ class Segment:
     fold: Int32[Array, " B"]
     start: Int32[Array, " B"]
     length: Int32[Array, " B"]
-    plan: tuple[Int32[Array, "B 4"], Int32[Array, " 2"]] | None
+    plan: tuple[Int32[Array, "B 4"], Int32[Array, " counts"]] | None
     mode: Literal["prefill", "step"] = static()
     tokens: int = static()
+    mesh: Mesh | None = static(default=None)
 
     @property
     def positions(self) -> Int32[Array, "B T"]:
@@ -83,6 +87,7 @@ def prefill_segment(cache: Cache, lengths: Int32[Array, " B"], tokens: int) -> S
         plan=None,
         mode="prefill",
         tokens=tokens,
+        mesh=cache.mesh,
     )
 
 
@@ -100,15 +105,19 @@ def step_segment(cache: Cache, tokens: int, active: Bool[Array, " B"] | None = N
     """T tokens for every row; rows that are not active change no eager state."""
     fold = jnp.where(flush_due(cache, tokens), cache.length, 0)
     count = jnp.full_like(cache.start, tokens)
+    plan = functools.partial(row_plan, cache.replay)
+    if cache.mesh is not None:
+        plan = functools.partial(split_rows, plan, cache.mesh)
     return Segment(
         position=cache.position,
         lengths=count if active is None else jnp.where(active, count, 0),
         fold=fold,
         start=cache.start + fold,
         length=cache.length - fold,
-        plan=row_plan(cache.replay, fold, cache.start, cache.length),
+        plan=plan(fold, cache.start, cache.length),
         mode="step",
         tokens=tokens,
+        mesh=cache.mesh,
     )
 
 
@@ -123,7 +132,8 @@ def recur(
     """Run one recurrence over a segment.
 
     recurrence: a module of `replayssm_jax.recurrence`. layer: its buffers, or None to start from a zero state
-    and keep nothing; buffers of another method than eager and replay bring their own `recur`. inputs, reader, heads: as that module defines them.
+    and keep nothing; buffers of another method than eager and replay bring their own `recur`. inputs, reader,
+    heads: as that module defines them.
     Returns outputs float32 [B, T, H, V] and the layer's new buffers.
     """
     if layer is None:
@@ -131,6 +141,15 @@ def recur(
         return recurrence.prefill(state, inputs, reader, heads, segment.lengths)[0], None
     if not isinstance(layer, RecurrentLayer):
         return layer.recur(recurrence, inputs, reader, heads, segment)
+    run = functools.partial(_recur, recurrence)
+    if segment.mesh is not None:
+        run = functools.partial(split_recurrence, run, segment.mesh)
+    return run(layer, inputs, reader, heads, segment)
+
+
+def _recur(
+    recurrence: ModuleType, layer: RecurrentLayer, inputs: Any, reader: Array, heads: Any, segment: Segment
+) -> tuple[Array, RecurrentLayer]:
     if segment.mode == "prefill":
         state = _flush(recurrence, layer, heads, segment)
         outputs, state = recurrence.prefill(state, inputs, reader, heads, segment.lengths)
@@ -202,7 +221,7 @@ def prefill_core(model, tokens: Int32[Array, "B S"], lengths: Int32[Array, " B"]
         length=jnp.where(given, 0, cache.length),
         pending=jnp.where(given, 0, cache.pending),
     )
-    return logits, hidden, cache
+    return logits, hidden, in_place(cache)
 
 
 def step_core(model, tokens: Int32[Array, "B T"], cache: Cache, active: Bool[Array, " B"] | None = None):
@@ -221,7 +240,7 @@ def step_core(model, tokens: Int32[Array, "B T"], cache: Cache, active: Bool[Arr
         pending=jnp.full_like(cache.pending, count),
         flush_at=jnp.where(flush_due(cache, count), cache.replay.buffer_length, cache.flush_at),
     )
-    return model.logits(hidden), hidden, cache
+    return model.logits(hidden), hidden, in_place(cache)
 
 
 def commit_core(cache: Cache, accepted: Int32[Array, " B"]) -> Cache:
@@ -229,7 +248,7 @@ def commit_core(cache: Cache, accepted: Int32[Array, " B"]) -> Cache:
     count = jnp.clip(accepted, 0, cache.pending)
     moved = "length" if isinstance(cache.replay, ReplayConfig) else "start"
     cursor = {moved: getattr(cache, moved) + count}
-    return replace(cache, pending=jnp.zeros_like(cache.pending), **cursor)
+    return in_place(replace(cache, pending=jnp.zeros_like(cache.pending), **cursor))
 
 
 @functools.partial(jax.jit, donate_argnums=3, static_argnames="return_hidden", keep_unused=True)
