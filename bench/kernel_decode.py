@@ -1,214 +1,160 @@
-"""Decode kernels of one layer on a GPU: replay and eager, at the true flush rate, against the byte floor.
+"""Decode kernels of one layer on a GPU, ours and other projects', at the true flush rate and against the byte
+floor.
+ Times are of the kernels alone (CUPTI), with a cold L2 cache, buffers updated in place; medians with the 10th
+and 90th percentile. The row plan of a step (a few small XLA kernels, shared by all layers) is not counted.
+Records follow the timing schema of the result files, with `launch` (launch parameters, for peers the fastest
+of a sweep at that batch) and for peers `error` (largest RMS ratio to a float64 loop). `phases` is `random`
+when rows are spread evenly over the cycle between flushes, `synchronised` when all rows are at the same point
+of it; `decode` and `verify` are means over a whole cycle. Several tokens a step: each step commits 1 to T of
+them, every count equally often.
 
-CUPTI times of the kernels alone, states far larger than the L2 cache. `decode` with random phases is one
-launch pair over rows in stratified phases; with synchronised phases the mean over the steps between two
-flushes. The row plan (a few small XLA kernels a step, shared by all layers) is not counted. Records follow
-the timing schema of the result files.
-
-    python -m bench.kernel_decode --commit HASH [--shapes super,q122] [--batches 256] [--out PATH] [--quick]
+    python -m bench.kernel_decode --commit HASH [--shapes super,q122] [--batches 256] [--only WORDS] [--peers
+    DIR] [--workers 8]
+        [--time-limit SECONDS] [--out PATH]
 """
 
 import argparse
-import functools
+import itertools
+import multiprocessing
+import queue
+import tempfile
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from bench import result_file
-from bench.shapes import SHAPES, Shape
-from pallas_kernels import gated_delta, launch, mamba2
-
-KERNELS = {"mamba2": mamba2, "gated_delta": gated_delta}
-# Ceilings measured on one H200 by CUPTI: a pure read stream, and a copy counting both directions.
-READ_BYTES_A_US = 4.58e6
-COPY_BYTES_A_US = 4.29e6
+from bench.kernel_cases import BATCHES, MAIN, Case, cases
 
 
-def draw(shape: Shape, batch: int, tokens: int, slots: int, state: Any, activation: Any) -> tuple:
-    """Random checkpoint, ring, new tokens, reader, constants and ring origins of a layer."""
-    keys = iter(jax.random.split(jax.random.key(batch), 16))
-    width = shape.heads // shape.groups * shape.head_dim
+def prepare(case: Case, options: argparse.Namespace) -> Any:
+    """The case with everything done that needs no device: `measure()` times it, `check()` then raises on
+    wrong results."""
+    if case.method.startswith("peer:"):
+        from bench.peers.layer import PeerLayer
 
-    def normal(*size: int, dtype: Any) -> jax.Array:
-        return jax.random.normal(next(keys), size, jnp.float32).astype(dtype)
+        return PeerLayer(case, options.repeats, options.peers)
+    from bench.kernel_layer import OwnLayer
 
-    def tokens_of(count: int) -> tuple:
-        values = normal(batch, shape.groups, count, width, dtype=activation)
-        vectors = normal(batch, shape.groups, count, shape.d_state, dtype=jnp.float32) / np.sqrt(
-            shape.d_state
-        )
-        scalar = functools.partial(jax.random.uniform, shape=(batch, count, shape.heads))
-        if shape.recurrence == "mamba2":
-            return values, vectors.astype(activation), scalar(next(keys), minval=0.001, maxval=0.1)
-        return (
-            values,
-            vectors.astype(activation),
-            -scalar(next(keys), minval=0.001, maxval=0.5),
-            scalar(next(keys), minval=0.1, maxval=0.9),
-        )
-
-    constants = None
-    if shape.recurrence == "mamba2":
-        constants = jnp.stack([jnp.linspace(-8.0, -1.0, shape.heads), jnp.ones(shape.heads)])
-    return (
-        normal(batch, shape.heads, shape.head_dim, shape.d_state, dtype=state),
-        tokens_of(slots),
-        tokens_of(tokens),
-        normal(batch, shape.groups, tokens, shape.d_state, dtype=activation),
-        constants,
-        jax.random.randint(next(keys), (batch,), 0, 10_000),
-    )
+    return OwnLayer(case, options.repeats)
 
 
-def kernel_times(function: Any, arguments: tuple, repeats: int) -> np.ndarray:
-    """Microseconds of our kernels in each of `repeats` launches, copies and helpers of XLA left out."""
-    from jax.experimental.mosaic.gpu import profiler
+def worker(tasks: Any, results: Any, options: argparse.Namespace, deadline: float) -> None:
+    """Takes cases until none is left: prepares each at will, measures it while holding the device lock."""
+    from bench import timing
 
-    _, launches = profiler.measure(jax.jit(function), aggregate=False, iterations=repeats)(*arguments)
-    if launches is None:
-        raise RuntimeError("no kernel ran on a GPU")
-    return np.array([sum(ms for name, ms in one if "mosaic" in name) * 1e3 for one in launches])
-
-
-def traffic(
-    shape: Shape, lengths: np.ndarray, flush: np.ndarray, tokens: int, state: int, activation: int
-) -> tuple:
-    """Bytes that a replay step must read, and bytes of state that it must rewrite (counted once)."""
-    rows = len(lengths)
-    one_state = shape.state_elements() * state
-    entry = shape.token_bytes(activation)
-    read = (rows - flush.sum()) * one_state + lengths.sum() * entry + rows * tokens * entry
-    written = rows * tokens * (entry + shape.heads * shape.head_dim * activation)
-    return float(read + written), float(flush.sum() * one_state)
-
-
-def record(times: np.ndarray, shape: str, batch: int, **fields: Any) -> dict:
-    """One record with the median and its spread; `moved` = (bytes streamed, bytes rewritten)."""
-    streamed, rewritten = fields.pop("moved")
-    return {
-        "shape": shape,
-        "batch": batch,
-        "implementation": "pallas",
-        **fields,
-        "time_us": round(float(np.median(times)), 2),
-        "spread_us": [round(float(np.percentile(times, q)), 2) for q in (10, 90)],
-        "bytes": int(streamed + 2 * rewritten),
-        "floor_us": round(streamed / READ_BYTES_A_US + 2 * rewritten / COPY_BYTES_A_US, 2),
-    }
-
-
-def measure(
-    name: str, batch: int, *, tokens: int, buffer_length: int, state: str, repeats: int
-) -> list[dict]:
-    """Records of one shape: eager (one token), decode with random and synchronised phases, or verify."""
-    shape = SHAPES[name]
-    dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[state]
-    activation = jnp.bfloat16
-    slots = launch.ring_slots(buffer_length, tokens)
-    *arguments, start = draw(shape, batch, tokens, slots, dtype, activation)
-    kernels = KERNELS[shape.recurrence]
-    sizes = {"state": dtype.dtype.itemsize, "activation": activation.dtype.itemsize}
-    common = {"state": state, "recurrence": state, "window": tokens, "buffer_length": buffer_length}
-    records = []
-
-    def replay(lengths: np.ndarray) -> tuple[np.ndarray, tuple]:
-        flush = lengths + tokens > buffer_length
-        step = functools.partial(kernels.step, out_dtype=activation)
-        plan = launch.plan(jnp.asarray(flush), start, jnp.asarray(lengths, jnp.int32))
-        times = kernel_times(step, (*arguments, plan), repeats)
-        return times, traffic(shape, lengths, flush, tokens, **sizes)
-
-    # One token: a cycle visits lengths 1..L, and flushes at L. Several: accepted counts differ, so any length
-    # may come.
-    cycle = np.arange(1, buffer_length + 1) if tokens == 1 else np.arange(buffer_length + 1)
-    phases = np.random.default_rng(0).permutation(np.resize(cycle, batch))
-    operation = "decode" if tokens == 1 else "verify"
-    times, moved = replay(phases)
-    records.append(
-        record(times, name, batch, method="replay", op=operation, phases="random", moved=moved, **common)
-    )
-    middle = np.full(batch, buffer_length // 2)
-    times, moved = replay(middle)
-    records.append(
-        record(
-            times, name, batch, method="replay", op="nonflush", phases="synchronised", moved=moved, **common
-        )
-    )
-    full, moved_full = replay(np.full(batch, buffer_length))
-    records.append(
-        record(
-            full, name, batch, method="replay", op="flush", phases="synchronised", moved=moved_full, **common
-        )
-    )
-    if tokens == 1:
-        runs = [replay(np.full(batch, length)) for length in cycle]
-        moved = tuple(float(np.mean([m[i] for _, m in runs])) for i in range(2))
-        mean = np.mean([t for t, _ in runs], axis=0)
-        records.append(
-            record(
-                mean, name, batch, method="replay", op="decode", phases="synchronised", moved=moved, **common
-            )
-        )
-        checkpoint, _, new, reader, constants = arguments
-        eager = functools.partial(kernels.eager, out_dtype=activation)
-        times = kernel_times(eager, (checkpoint, new, reader, constants), repeats)
-        moved = traffic(shape, np.zeros(batch, int), np.ones(batch, bool), 1, **sizes)
-        records.append(
-            record(
-                times, name, batch, method="eager", op="decode", phases="synchronised", moved=moved, **common
-            )
-        )
-    return records
+    while True:
+        try:
+            case = tasks.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            if time.monotonic() > deadline:
+                results.put((case, "time limit", None))
+                continue
+            clock = [time.monotonic()]
+            layer = prepare(case, options)
+            clock.append(time.monotonic())
+            with timing.exclusive(options.lock):
+                clock.append(time.monotonic())
+                if clock[-1] > deadline:
+                    results.put((case, f"time limit after {clock[1] - clock[0]:.0f} s", None))
+                    continue
+                records = layer.measure()
+            clock.append(time.monotonic())
+            layer.check()
+            spent = [f"{b - a:.1f} s" for a, b in itertools.pairwise(clock)]
+            results.put((case, "prepared {}, waited {}, measured {}".format(*spent), records))
+            del layer
+        except Exception as error:  # One failing case must not lose the others' results.
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            results.put((case, reason, None))
+            if options.verbose:
+                traceback.print_exc()
 
 
 def table(records: list[dict]) -> str:
     """The records as lines of text, with the ratio to the floor."""
-    names = ("shape", "batch", "method", "op", "phases", "state", "T", "us", "/floor")
-    lines = ["{:12} {:>5} {:7} {:9} {:13} {:5} {:>2} {:>8} {:>7}".format(*names)]
+    names = ("shape", "batch", "method", "op", "phases", "state", "T", "L", "us", "/floor", "launch")
+    lines = ["{:12} {:>5} {:18} {:8} {:12} {:5} {:>2} {:>2} {:>8} {:>7} {}".format(*names)]
     for r in records:
         ratio = r["time_us"] / r["floor_us"]
+        launch = " ".join(str(value) for value in (r.get("launch") or {}).values())
         lines.append(
-            f"{r['shape']:12} {r['batch']:5} {r['method']:7} {r['op']:9} {r['phases']:13} {r['state']:5} "
-            f"{r['window']:2} {r['time_us']:8.1f} {ratio:7.3f}"
+            f"{r['shape']:12} {r['batch']:5} {r['method']:18} {r['op']:8} {r['phases']:12} {r['state']:5} "
+            f"{r['window']:2} {r['buffer_length']:2} {r['time_us']:8.1f} {ratio:7.3f} {launch}"
         )
     return "\n".join(lines)
 
 
+def run(listed: list[Case], options: argparse.Namespace, result: dict) -> None:
+    """Measures the cases in worker processes; the result file is rewritten after every case."""
+    context = multiprocessing.get_context("spawn")
+    tasks, results = context.Queue(), context.Queue()
+    for case in listed:
+        tasks.put(case)
+    deadline = time.monotonic() + options.time_limit
+    workers = [
+        context.Process(target=worker, args=(tasks, results, options, deadline), daemon=True)
+        for _ in range(options.workers)
+    ]
+    for process in workers:
+        process.start()
+    left = dict.fromkeys(listed, "not reached")
+    while left and (any(process.is_alive() for process in workers) or not results.empty()):
+        try:
+            case, note, records = results.get(timeout=1.0)
+        except queue.Empty:
+            continue
+        if records is None:
+            left[case] = note
+        else:
+            del left[case]
+            result["records"] += records
+        print(f"{case}: {note}", flush=True)
+        result["left_out"] = {str(case): reason for case, reason in left.items()}
+        result_file.write(result, options.out)
+        if all(reason != "not reached" for reason in left.values()):
+            break
+    for process in workers:
+        process.join(timeout=5.0)
+
+
+def parser(documentation: str, out: Path) -> argparse.ArgumentParser:
+    """Options of a kernel benchmark."""
+    made = argparse.ArgumentParser(description=documentation.splitlines()[0])
+    made.add_argument("--commit", required=True, help="recorded in the result file")
+    made.add_argument("--shapes", default=",".join(MAIN), help="names of bench/shapes.py")
+    made.add_argument("--repeats", type=int, default=20)
+    made.add_argument("--workers", type=int, default=1, help="processes that trace and compile")
+    made.add_argument(
+        "--time-limit", type=float, default=float("inf"), help="seconds; what is left out is listed"
+    )
+    lock = Path(tempfile.gettempdir()) / "kernel_decode.lock"
+    made.add_argument("--lock", type=Path, default=lock, help="file that is locked while the device is timed")
+    made.add_argument("--out", type=Path, default=out)
+    made.add_argument("--verbose", action="store_true", help="print the traceback of a failing case")
+    return made
+
+
 def main() -> None:
     """Command line; prints a table last and writes the result file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--shapes", default="super,nano-4b,q122,qwen3.5-4b")
-    parser.add_argument("--batches", default="256")
-    parser.add_argument("--windows", default="1,4")
-    parser.add_argument("--states", default="fp32,bf16,fp16")
-    parser.add_argument("--buffer-length", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=result_file.RESULTS / "kernel_decode.json")
-    options = parser.parse_args()
-    result = result_file.head("bench.kernel_decode", options.commit)
-    result["records"] = []
-    for name in options.shapes.split(","):
-        for batch in map(int, options.batches.split(",")):
-            for tokens in map(int, options.windows.split(",")):
-                for state in options.states.split(","):
-                    if batch != 256 and (tokens != 1 or state != "fp32"):
-                        continue
-                    settings = {"tokens": tokens, "state": state, "repeats": options.repeats}
-                    try:
-                        records = measure(name, batch, buffer_length=options.buffer_length, **settings)
-                    except Exception as error:  # One failing variant must not lose the others' results.
-                        print(
-                            f"{name} batch {batch} T {tokens} {state}: {type(error).__name__}: {error}"[:500]
-                        )
-                        continue
-                    result["records"] += records
-                    result_file.write(result, options.out)
-                    print(table(records), flush=True)
+    options = parser(__doc__ or "", result_file.RESULTS / "kernel_decode.json")
+    options.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    options.add_argument("--only", default="", help="words; a case is kept when its text has one of them")
+    options.add_argument(
+        "--peers", type=Path, help="folder of the peers' kernels, see bench/peers/loading.py"
+    )
+    options = options.parse_args()
+    batches = [int(batch) for batch in options.batches.split(",")]
+    listed = cases(options.shapes.split(","), batches, options.peers is not None)
+    words = [word for word in options.only.split(",") if word]
+    listed = [case for case in listed if not words or any(word in f" {case} " for word in words)]
+    result = result_file.head("bench.kernel_decode", options.commit) | {"left_out": {}, "records": []}
+    run(listed, options, result)
     print(table(result["records"]))
+    for case, reason in result["left_out"].items():
+        print(f"left out: {case}: {reason}")
 
 
 if __name__ == "__main__":

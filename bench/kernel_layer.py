@@ -1,0 +1,128 @@
+"""One layer of ours for the kernel benchmark: random buffers, compiled step, times of its kernels."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import timing
+from bench.kernel_cases import Case, bounds, programs, record, step_means
+from bench.shapes import SHAPES, Shape
+from pallas_kernels import gated_delta, launch, mamba2
+
+KERNELS = {"mamba2": mamba2, "gated_delta": gated_delta}
+ACTIVATION = jnp.bfloat16
+STATE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+
+
+def draw(shape: Shape, batch: int, tokens: int, slots: int, state: Any) -> tuple:
+    """Random (checkpoint, ring), (new tokens, reader, constants) and ring origins of a layer."""
+    keys = iter(jax.random.split(jax.random.key(batch), 16))
+    width = shape.heads // shape.groups * shape.head_dim
+
+    def normal(*size: int, dtype: Any) -> jax.Array:
+        return jax.random.normal(next(keys), size, jnp.float32).astype(dtype)
+
+    def uniform(low: float, high: float, *size: int) -> jax.Array:
+        return jax.random.uniform(next(keys), size, jnp.float32, low, high)
+
+    def tokens_of(count: int) -> tuple:
+        values = normal(batch, shape.groups, count, width, dtype=ACTIVATION)
+        vectors = normal(batch, shape.groups, count, shape.d_state, dtype=jnp.float32)
+        vectors = (vectors / np.sqrt(shape.d_state)).astype(ACTIVATION)
+        heads = (batch, count, shape.heads)
+        if shape.recurrence == "mamba2":
+            return values, vectors, uniform(0.001, 0.1, *heads)
+        return values, vectors, -uniform(0.001, 0.5, *heads), uniform(0.1, 0.9, *heads)
+
+    constants = None
+    if shape.recurrence == "mamba2":
+        constants = jnp.stack([jnp.linspace(-8.0, -1.0, shape.heads), jnp.ones(shape.heads)])
+    checkpoint = normal(batch, shape.heads, shape.head_dim, shape.d_state, dtype=state)
+    ring = tokens_of(slots)
+    reader = normal(batch, shape.groups, tokens, shape.d_state, dtype=ACTIVATION)
+    start = jax.random.randint(next(keys), (batch,), 0, 10_000)
+    return (checkpoint, ring), (tokens_of(tokens), reader, constants), start
+
+
+class OwnLayer:
+    """Our kernels: traced and compiled at once; `measure` draws the buffers and times."""
+
+    def __init__(self, case: Case, repeats: int) -> None:
+        self.case, self.repeats = case, repeats
+        shape = SHAPES[case.shape]
+        parameters = launch.step_parameters(jax.devices()[0].device_kind, shape.recurrence, case.tokens)
+        parameters = dataclasses.replace(parameters, **dict(case.launch))
+        kernels = KERNELS[shape.recurrence]
+        slots = launch.ring_slots(case.buffer_length, case.tokens)
+        make = jax.jit(functools.partial(draw, shape, case.batch, case.tokens, slots, STATE[case.state]))
+        buffers, inputs, start = jax.eval_shape(make)
+        rows = jax.ShapeDtypeStruct((case.batch,), jnp.bool_), start, start
+        if case.method == "replay":
+            kernel = functools.partial(kernels.step, out_dtype=ACTIVATION, parameters=parameters)
+
+            def step(buffers: tuple, inputs: tuple, plan: tuple) -> tuple:
+                return kernel(*buffers, *inputs, plan)
+
+        else:
+
+            def step(buffers: tuple, inputs: tuple, plan: tuple) -> tuple:
+                del plan
+                return kernels.eager(buffers[0], *inputs, out_dtype=ACTIVATION)
+
+            buffers = buffers[:1]
+        self.step = (
+            jax.jit(step, donate_argnums=0)
+            .lower(buffers, inputs, jax.eval_shape(launch.plan, *rows))
+            .compile()
+        )
+        self.plan = jax.jit(launch.plan).lower(*rows).compile()
+        self.make = make.lower().compile()
+        cold = jax.ShapeDtypeStruct((timing.FLUSH_BYTES // 4,), jnp.int32)
+        self.cool = jax.jit(jnp.sum).lower(cold).compile()
+
+    def measure(self) -> list[dict]:
+        case = self.case
+        buffers, inputs, start = self.make()
+        replay = case.method == "replay"
+        if not replay:
+            buffers = buffers[:1]
+        cold = jnp.ones(timing.FLUSH_BYTES // 4, jnp.int32)
+        held = {"buffers": buffers, "sum": None}
+        del buffers
+
+        def go(plan: tuple) -> None:
+            held["outputs"], *held["buffers"] = self.step(tuple(held["buffers"]), inputs, plan)
+
+        def cool() -> None:
+            held["sum"] = self.cool(cold)
+
+        length = case.buffer_length
+        listed = programs(case) if replay else [("decode", "synchronised", np.full((1, case.batch), length))]
+        launches, sizes = [], []
+        for _, _, lengths in listed:
+            plans = [
+                self.plan(jnp.asarray(row + case.tokens > length), start, jnp.asarray(row, jnp.int32))
+                for row in lengths
+            ]
+            passes = max(3, self.repeats // len(plans))
+            launches += [functools.partial(go, plan) for plan in plans] * passes
+            sizes.append((len(plans), passes))
+        launches[0]()
+        times = timing.kernel_times(
+            launches, cool=cool, wait=lambda: jax.block_until_ready(held), keep=lambda name: "mosaic" in name
+        )
+        records = []
+        for (operation, phase, lengths), (steps, passes) in zip(listed, sizes, strict=True):
+            mine, times = times[: steps * passes], times[steps * passes :]
+            # Eager: every row rewrites its state and reads no ring.
+            read = lengths if replay else np.zeros_like(lengths)
+            fields = bounds(case, read, lengths + case.tokens > length)
+            records.append(record(case, step_means(mine, steps), operation, phase, **fields))
+        return records
+
+    def check(self) -> None:
+        """Nothing: the tests compare our kernels with the float64 loop."""

@@ -1,0 +1,127 @@
+"""Tables of the README from a result file of `bench.kernel_decode`, in Markdown.
+
+python -m bench.kernel_report bench/results/kernel_decode.json
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.kernel_cases import MAIN
+
+EAGER_PEERS = ("peer:vllm", "peer:mamba-ssm", "peer:flashinfer", "peer:fla")
+REPLAY_PEERS = ("peer:authors-replay", "peer:vllm-replay", "peer:flashinfer-replay")
+
+
+def pick(records: list[dict], **fields: object) -> dict | None:
+    """The fastest record with these fields, one token, float32 state and L = 16 unless said; None when there
+    is none."""
+    fields = {"window": 1, "state": "fp32", "buffer_length": 16} | fields
+    matching = [r for r in records if all(r[name] == value for name, value in fields.items())]
+    return min(matching, key=lambda r: r["time_us"], default=None)
+
+
+def step(
+    records: list[dict], shape: str, batch: int, methods: tuple[str, ...], **fields: object
+) -> dict | None:
+    """The fastest of the methods for a step at the true flush rate: random phases, or eager."""
+    found = []
+    for method in methods:
+        phase = "random" if "replay" in method else "synchronised"
+        found.append(
+            pick(records, shape=shape, batch=batch, method=method, op="decode", phases=phase, **fields)
+        )
+    return min((r for r in found if r), key=lambda r: r["time_us"], default=None)
+
+
+def _rows(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    return "\n".join(lines)
+
+
+def _time(record: dict | None) -> str:
+    return f"{record['time_us']:.0f}" if record else "-"
+
+
+def _named(record: dict | None) -> str:
+    return (
+        f"{record['time_us']:.0f} ({record['method'].split(':')[-1].removesuffix('-replay')})"
+        if record
+        else "-"
+    )
+
+
+def _ratio(slow: dict | None, fast: dict | None) -> str:
+    return f"{slow['time_us'] / fast['time_us']:.2f}" if slow and fast else "-"
+
+
+def headline(records: list[dict], batch: int = 256) -> str:
+    """Microseconds a token of one layer, ours and the fastest peers."""
+    header = ["shape", "eager, fastest peer", "eager, ours", "replay, fastest peer", "replay, ours"]
+    header += ["/ floor", "over the eager peer", "over the replay peer"]
+    rows = []
+    for shape in MAIN:
+        find: Callable = lambda *methods, shape=shape: step(records, shape, batch, methods)  # noqa: E731
+        peer, own, replay_peer, replay = (
+            find(*EAGER_PEERS),
+            find("eager"),
+            find(*REPLAY_PEERS),
+            find("replay"),
+        )
+        if not replay:
+            continue
+        floor = f"{replay['time_us'] / replay['floor_us']:.2f}"
+        rows.append([f"`{shape}`", _named(peer), _time(own), _named(replay_peer), _time(replay), floor,
+                     _ratio(peer, replay), _ratio(replay_peer, replay)])  # fmt: skip
+    return _rows(header, rows)
+
+
+def by_batch(records: list[dict]) -> str:
+    """How many times faster than the fastest eager kernel of a peer our replay is, by batch."""
+    batches = sorted({r["batch"] for r in records})
+    rows = []
+    for shape in MAIN:
+        cells = [
+            _ratio(step(records, shape, batch, EAGER_PEERS), step(records, shape, batch, ("replay",)))
+            for batch in batches
+        ]
+        if set(cells) != {"-"}:
+            rows.append([f"`{shape}`", *cells])
+    return _rows(["shape", *map(str, batches)], rows)
+
+
+def by_format(records: list[dict], batch: int = 256) -> str:
+    """Microseconds of a step in which no row flushes, by tokens a step and by format of the state."""
+    columns = [(1, "fp32"), (2, "fp32"), (4, "fp32"), (8, "fp32"), (1, "bf16"), (1, "fp16")]
+    rows = []
+    for shape in MAIN:
+        cells = [
+            _time(
+                pick(
+                    records,
+                    shape=shape,
+                    batch=batch,
+                    method="replay",
+                    op="nonflush",
+                    window=window,
+                    state=state,
+                )
+            )
+            for window, state in columns
+        ]
+        if set(cells) != {"-"}:
+            rows.append([f"`{shape}`", *cells])
+    return _rows(["shape", *(f"T = {window}, {state}" for window, state in columns)], rows)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("result", type=Path)
+    records = json.loads(parser.parse_args().result.read_text())["records"]
+    print(headline(records), by_batch(records), by_format(records), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

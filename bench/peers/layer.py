@@ -1,0 +1,70 @@
+"""A layer of a peer's for the kernel benchmark."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from bench import peers, timing
+from bench.kernel_cases import Case, bounds, phases, programs, record
+from bench.shapes import SHAPES
+
+
+class PeerLayer:
+    """Compiles the peer's kernel for every candidate of its launch parameters; times the fastest of them."""
+
+    def __init__(self, case: Case, repeats: int, folder: Path) -> None:
+        self.case, self.repeats = case, repeats
+        shape = SHAPES[case.shape]
+        self.make = functools.partial(peers.find(case.method.removeprefix("peer:"), shape.recurrence), folder)
+        small = self.make(shape, min(case.batch, 16), case.state, case.buffer_length)
+        self.candidates = [
+            candidate for candidate in small.candidates() if timing.runs(small.launch, candidate)
+        ]
+        self.stamped = small.stamped
+        small.wait()
+        self.best: tuple[int, ...] = ()
+
+    def measure(self) -> list[dict]:
+        case = self.case
+        layer = self.make(SHAPES[case.shape], case.batch, case.state, case.buffer_length)
+        cold = layer.torch.ones(timing.FLUSH_BYTES // 4, device="cuda", dtype=layer.torch.int32)
+        clock = {"cool": cold.sum, "wait": layer.wait, "keep": layer.keep}
+        length = case.buffer_length
+        layer.set_lengths(phases(case.batch, 1, length)[0])
+        self.best, medians = timing.fastest(self.candidates, layer.launch, **clock)
+        listed = (
+            programs(case) if layer.replay else [("decode", "synchronised", np.full((1, case.batch), length))]
+        )
+        records = []
+        for operation, phase, lengths in listed:
+            times = []
+            for row in lengths:
+                layer.set_lengths(row)
+                launch = functools.partial(layer.launch, self.best)
+                times.append(timing.kernel_times([launch] * max(3, self.repeats // len(lengths)), **clock))
+            # A peer that folds the new token with the others has read one fewer before.
+            read = lengths - layer.folds_new if layer.replay else np.zeros_like(lengths)
+            fields = {
+                "implementation": layer.implementation,
+                "launch": dict(zip(layer.parameters, self.best, strict=True)),
+                "swept": len(medians),
+            }
+            fields |= bounds(case, read, lengths == length)
+            records.append(record(case, np.mean(times, axis=0), operation, phase, **fields))
+        self.records = records
+        return records
+
+    def check(self) -> None:
+        """Compares the launch that was timed with a serial float64 loop, on two rows and, where the kernel's
+        sizes are free, two groups."""
+        shape = SHAPES[self.case.shape]
+        if not self.stamped:
+            shape = replace(shape, groups=2, heads=2 * (shape.heads // shape.groups))
+        small = self.make(shape, 2, self.case.state, self.case.buffer_length)
+        error = float(f"{peers.error(small, self.best):.2g}")
+        if not error < peers.TOLERANCE:
+            raise RuntimeError(f"wrong results: RMS ratio {error} to the float64 loop")
+        for one in self.records:
+            one["error"] = error

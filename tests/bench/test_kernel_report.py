@@ -1,0 +1,70 @@
+"""Tables and plot from a small synthetic result."""
+
+import pytest
+
+from bench import kernel_report, kernel_sweep, plots
+
+
+def record(method, time, batch=256, **fields):
+    phases = "random" if "replay" in method else "synchronised"
+    return {
+        "shape": "super", "batch": batch, "method": method, "op": "decode", "phases": phases, "state": "fp32",
+        "window": 1, "buffer_length": 16, "time_us": time, "floor_us": 250.0,
+    } | fields  # fmt: skip
+
+
+RECORDS = [
+    record("replay", 275.0),
+    record("replay", 10.0, batch=1),
+    record("replay", 290.0, phases="synchronised"),
+    record("replay", 310.0, op="nonflush", phases="synchronised", window=4),
+    record("eager", 540.0),
+    record("eager", 12.0, batch=1),
+    record("peer:vllm", 560.0),
+    record("peer:mamba-ssm", 550.0),
+    record("peer:vllm-replay", 330.0),
+    record("peer:vllm-replay", 300.0, state="bf16"),
+]
+
+
+def test_headline_takes_the_fastest_peer_of_each_kind():
+    line = kernel_report.headline(RECORDS).split("\n")[2]
+    assert line == "| `super` | 550 (mamba-ssm) | 540 | 330 (vllm) | 275 | 1.10 | 2.00 | 1.20 |"
+
+
+def test_ratios_by_batch_leave_out_what_was_not_measured():
+    assert kernel_report.by_batch(RECORDS).split("\n")[2] == "| `super` | - | 2.00 |"
+
+
+def test_formats_and_windows_are_steps_without_a_flush():
+    assert kernel_report.by_format(RECORDS).split("\n")[2] == "| `super` | - | - | 310 | - | - | - |"
+
+
+def test_curves_fall_back_to_our_eager_kernel_where_a_batch_has_no_peer():
+    batches, ratios = plots.curves(RECORDS, "super")["replay, ours"]
+    assert batches == [1, 256]
+    assert ratios == pytest.approx([1.2, 2.0])
+
+
+def test_plot_is_a_small_file_with_a_panel_a_shape(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "figure.svg"
+    plots.plot([*RECORDS, *(one | {"shape": "q122"} for one in RECORDS)], path)
+    text = path.read_text()
+    assert ">super<" in text
+    assert ">q122<" in text
+    assert len(text) < 100_000
+
+
+def test_sweep_crosses_the_window_and_varies_the_flush_alone():
+    tried = kernel_sweep.combinations({"ctas", "stages", "flush_ctas", "overlap"})
+    assert tried[0] == ()
+    assert (("ctas", 264), ("stages", 2)) in tried
+    assert (("flush_ctas", 528),) in tried
+    assert len(tried) == 1 + 4 * 4 + 6
+
+
+def test_sweep_names_the_fastest_of_each_shape():
+    swept = [record("replay", time, launch={"ctas": ctas}) for time, ctas in ((280.0, 132), (270.0, 264))]
+    line = kernel_sweep.fastest([RECORDS[0], *swept])
+    assert line == "super T 1: table 275.0; 270.0 {'ctas': 264}; 280.0 {'ctas': 132}"
