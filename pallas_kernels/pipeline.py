@@ -1,11 +1,10 @@
 """The streaming window kernel: reads every state tile once and adds what the ring and the new tokens
 contribute.
 
-A recurrence supplies coefficients a (row, group): readers z, a scale and weights of ring slots and new
-tokens. Then
+A recurrence supplies coefficients a (row, group): readers z, a scale and weights of slots, where slots 0..R-1
+are the ring and R..R+T-1 the new tokens. Then
 
-    y[t] = scale[t, head] * S z[t] + sum_slot weight[t, head, slot] x[slot] + sum_u weight[t, head, R + u]
-    x_new[u]
+    y[t] = scale[t, head] * S z[t] + sum_slot weight[t, head, slot] x[slot]
 """
 
 import dataclasses
@@ -59,7 +58,13 @@ class Geometry:
 
     @property
     def slots(self) -> int:
-        return -(-(self.ring + NEW_SLOTS) // 32) * 32
+        """Slots of a group's keys, scalars and weights: the ring, the new tokens, rounded up to 32."""
+        return -(-self.tile_slots // 32) * 32
+
+    @property
+    def tile_slots(self) -> int:
+        """Slots of a tile's values: the ring, then the new tokens."""
+        return self.ring + NEW_SLOTS
 
     @property
     def tile_heads(self) -> int:
@@ -332,8 +337,8 @@ def stream_window(
     # Transposed loads of 32-bit values need one element a register; the sums of rows land in the same places.
     values_layout = layout if jnp.dtype(value_dtype).itemsize == 2 else single_layout(plgpu)
     has_constants = operands.constants is not None
-    copies = 1 + granules
-    group_copies = granules + 3 + 3 * recurrence.scalars + (1 if has_constants else 0)
+    copies = 2 + granules
+    group_copies = granules + 2 + 3 * recurrence.scalars + (1 if has_constants else 0)
 
     def transforms(dtype: Any) -> tuple:
         return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
@@ -341,25 +346,24 @@ def stream_window(
     def staged(stages: int) -> dict:
         return {
             "state": plgpu.SMEM((stages, TILE, geo.d_state), state_dtype, transforms=transforms(state_dtype)),
-            "values": plgpu.SMEM((stages, ring, TILE), value_dtype),
+            "values": plgpu.SMEM((stages, geo.tile_slots, TILE), value_dtype),
         }
 
     scratch = {
-        "new_values": plgpu.SMEM((2, tokens, tiles, TILE), value_dtype),
-        "keys": plgpu.SMEM((2, geo.slots, geo.d_state), operands.new_keys.dtype),
+        "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
         "reader": plgpu.SMEM((2, tokens, geo.d_state), operands.reader.dtype),
         "scalars": tuple(
-            plgpu.SMEM((2, geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
+            plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
         ),
         "row_scalars": tuple(
-            plgpu.SMEM((2, tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)
+            plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)
         ),
         "weights": plgpu.SMEM((tokens, geo.head_slots, geo.slots), jnp.float32),
-        "group_barrier": plgpu.Barrier(num_arrivals=group_copies, num_barriers=2),
+        "group_barrier": plgpu.Barrier(num_arrivals=group_copies),
         "cursor_barrier": plgpu.Barrier(num_arrivals=1),
     }
     if has_constants:
-        scratch["constants"] = plgpu.SMEM((2, recurrence.head_constants, geo.head_slots), jnp.float32)
+        scratch["constants"] = plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
     if recurrence.shared_reader:
         scratch["scale"] = plgpu.SMEM((tokens, geo.head_slots), jnp.float32)
     else:
@@ -378,7 +382,6 @@ def stream_window(
         *refs: Any,
         state: Any,
         values: Any,
-        new_values: Any,
         keys: Any,
         reader: Any,
         scalars: tuple,
@@ -400,11 +403,12 @@ def stream_window(
         reader_in, cursor_in, counts_in, *constants_in = rest
 
         if fused:
-            plain = (values, new_values, keys, reader, weights, constants, scale, readers)
+            plain = (values, keys, reader, weights, constants, scale, readers)
             pin_plain(
                 plgpu, [ref for ref in (*plain, *scalars, *row_scalars, *extra.values()) if ref is not None]
             )
 
+        fresh = pl.ds(ring, tokens)
         total = counts_in[0] * row_tiles
         cta = lax.axis_index("cta")
         begin = lax.div(cta * total, ctas)
@@ -435,51 +439,51 @@ def stream_window(
                 source = skip(live, block, geo.batch * groups)
                 rows = pl.ds(g * granule, granule)
                 plgpu.copy_gmem_to_smem(values_ring.at[source, rows, tile], values.at[stage, rows], barrier)
+            plgpu.copy_gmem_to_smem(values_in.at[block, :, tile], values.at[stage, fresh], barrier)
 
         def issue_group(index: jax.Array, half: jax.Array) -> None:
             row, start, length, group = place(index, groups)
             block = row * groups + group
             heads = pl.ds(aligned_head(group), geo.head_slots)
-            barrier = group_barrier.at[half]
             for g in range(granules):
                 live = granule_live(g * granule, granule, start, length, ring)
                 source = skip(live, block, geo.batch * groups)
                 rows = pl.ds(g * granule, granule)
-                plgpu.copy_gmem_to_smem(keys_ring.at[source, rows], keys.at[half, rows], barrier)
-            fresh = pl.ds(ring, tokens)
-            plgpu.copy_gmem_to_smem(keys_in.at[block], keys.at[half, fresh], barrier)
-            plgpu.copy_gmem_to_smem(values_in.at[block], new_values.at[half], barrier)
-            plgpu.copy_gmem_to_smem(reader_in.at[block], reader.at[half], barrier)
+                plgpu.copy_gmem_to_smem(keys_ring.at[source, rows], keys.at[rows], group_barrier)
+            plgpu.copy_gmem_to_smem(keys_in.at[block], keys.at[fresh], group_barrier)
+            plgpu.copy_gmem_to_smem(reader_in.at[block], reader.at[half], group_barrier)
             for source, new, target in zip(scalar_rings, scalars_in, scalars, strict=True):
-                plgpu.copy_gmem_to_smem(source.at[row, :, heads], target.at[half, pl.ds(0, ring)], barrier)
-                plgpu.copy_gmem_to_smem(new.at[row, :, heads], target.at[half, fresh], barrier)
+                plgpu.copy_gmem_to_smem(source.at[row, :, heads], target.at[pl.ds(0, ring)], group_barrier)
+                plgpu.copy_gmem_to_smem(new.at[row, :, heads], target.at[fresh], group_barrier)
             all_heads = skip(group == 0, row, geo.batch)
             for new, target in zip(scalars_in, row_scalars, strict=True):
-                plgpu.copy_gmem_to_smem(new.at[all_heads], target.at[half], barrier)
+                plgpu.copy_gmem_to_smem(new.at[all_heads], target, group_barrier)
             if has_constants:
-                plgpu.copy_gmem_to_smem(constants_in[0].at[:, heads], constants.at[half], barrier)
+                plgpu.copy_gmem_to_smem(constants_in[0].at[:, heads], constants, group_barrier)
 
-        def append(index: jax.Array, half: jax.Array) -> None:
+        def append(index: jax.Array) -> None:
             row, start, length, group = place(index, groups)
             block = row * groups + group
             for t in range(tokens):
                 slot = lax.rem(start + length + t, ring)
                 plgpu.copy_smem_to_gmem(
-                    new_values.at[half, t], values_ring.at[block, slot], commit_group=False
-                )
-                plgpu.copy_smem_to_gmem(
-                    keys.at[half, pl.ds(ring + t, 1)], keys_ring.at[block, pl.ds(slot, 1)], commit_group=False
+                    keys.at[pl.ds(ring + t, 1)], keys_ring.at[block, pl.ds(slot, 1)], commit_group=False
                 )
 
                 @pl.when(group == 0)
                 def _(t=t, slot=slot):
                     # A whole row of heads at once: partial sectors cost a read before the write.
                     for target, source in zip(scalar_rings, row_scalars, strict=True):
-                        plgpu.copy_smem_to_gmem(source.at[half, t], target.at[row, slot], commit_group=False)
+                        plgpu.copy_smem_to_gmem(source.at[t], target.at[row, slot], commit_group=False)
 
             plgpu.commit_smem_to_gmem_group()
 
         first_group = lax.div(begin, tiles)
+
+        # Slots beyond the new tokens are never copied: their weights are zero, so they must be finite.
+        for stage in range(stages):
+            values.at[stage, pl.ds(ring, NEW_SLOTS)][...] = jnp.zeros((NEW_SLOTS, TILE), value_dtype)
+        plgpu.commit_smem()
 
         @pl.when(begin < end)
         def _():
@@ -499,17 +503,11 @@ def stream_window(
 
             @pl.when((index == begin) | (tile == 0))
             def _():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-                @pl.when((group + 1) * tiles < end)
-                def _():
-                    issue_group(group + 1, 1 - half)
-
-                plgpu.barrier_wait(group_barrier.at[half])
+                plgpu.barrier_wait(group_barrier)
 
                 @pl.when(tile == 0)
                 def _():
-                    append(group, half)
+                    append(group)
 
                 _, start, length, group_of_row = place(group, groups)
                 recurrence.coefficients(
@@ -520,10 +518,10 @@ def stream_window(
                         start=start,
                         length=length,
                         offset=group_of_row * geo.group_heads - aligned_head(group_of_row),
-                        keys=keys.at[half],
+                        keys=keys,
                         reader=reader.at[half],
-                        scalars=tuple(s.at[half] for s in scalars),
-                        constants=constants.at[half] if has_constants else None,
+                        scalars=scalars,
+                        constants=constants,
                         weights=weights,
                         scale=scale,
                         readers=readers,
@@ -531,16 +529,17 @@ def stream_window(
                     )
                 )
                 plgpu.commit_smem()
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                @pl.when((group + 1) * tiles < end)
+                def _():
+                    issue_group(group + 1, 1 - half)
 
             plgpu.barrier_wait(tile_barrier.at[stage])
             matrix = plgpu.load(state.at[stage], layout=layout).astype(jnp.float32)
             past = plgpu.load(values.at[stage].T, layout=values_layout, optimized=False).astype(jnp.float32)
-            fresh = [
-                plgpu.load(new_values.at[half, u, tile], layout=layout.reduce(1)).astype(jnp.float32)
-                for u in range(tokens)
-            ]
             head = lax.div(tile * TILE, geo.head_dim)
-            row, _, _, within = place(index, row_tiles)
+            row, start, length, within = place(index, row_tiles)
             row_group = lax.div(within, tiles)
             offset = row_group * geo.group_heads - aligned_head(row_group)
             if geo.tile_heads > 1:
@@ -555,7 +554,7 @@ def stream_window(
                 for k in range(geo.tile_heads):
                     h = jnp.minimum(head + k, geo.group_heads - 1) if geo.tile_heads > 1 else head
                     weight = plgpu.load(
-                        weights.at[t, offset + h, pl.ds(0, ring)], layout=values_layout.reduce(0)
+                        weights.at[t, offset + h, pl.ds(0, geo.tile_slots)], layout=values_layout.reduce(0)
                     )
                     if recurrence.shared_reader:
                         if k == 0:
@@ -577,10 +576,10 @@ def stream_window(
                             y = y + rows_of(
                                 row_sums(row_products(plgpu, values_layout, [(past, weight)], fused))
                             )
-                    for u in range(t + 1):
-                        y = y + fresh[u] * weights[t, offset + h, ring + u]
                     result = y if k == 0 else jnp.where(row_head >= head + k, y, result)
                 out[row, t, row_group, tile] = result.astype(out.dtype)
+                new = plgpu.load(values.at[stage, ring + t], layout=layout.reduce(1))
+                values_ring[row * groups + row_group, lax.rem(start + length + t, ring), tile] = new
 
             # Every warp has read the stage, and the group's coefficients, before either is written again.
             plgpu.commit_smem()
