@@ -224,6 +224,54 @@ def row_sums(partial: jax.Array) -> jax.Array:
     return partial if partial.ndim == 1 else jnp.sum(partial, axis=1)
 
 
+# Significant bits of the float types that a reader or a state may have.
+_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
+# float16 keeps fewer exponents than float32, so each further part of a reader is scaled up by this.
+_FLOAT16_STEP = 2.0**11
+
+
+def reader_parts(state_dtype: Any, reader_dtype: Any) -> int:
+    """Parts in the state's 16-bit type that add up to a reader in float32 precision; 0 for a float32 state.
+
+    A rounded part leaves a rest one bit smaller than its own last bit.
+    """
+    name = jnp.dtype(state_dtype).name
+    if name == "float32":
+        return 0
+    parts = -(-_BITS[jnp.dtype(reader_dtype).name] // (_BITS[name] + 1))
+    return max(parts, 2) if name == "float16" else parts
+
+
+def part_step(state_dtype: Any) -> float:
+    """Factor between a part of a reader and the next."""
+    return _FLOAT16_STEP if jnp.dtype(state_dtype) == jnp.float16 else 1.0
+
+
+def pack_readers(plgpu: Any, readers: list[Any], target: Any, parts: int) -> None:
+    """Writes the parts of readers [K] (references, one a token) into the rows of target [columns, K]."""
+    columns, d_state = target.shape
+    layout = tiled_layout(plgpu, ((8, 64), (2, 64), (1, 4)), (-6,), (-4, -3), -1)
+    row = plgpu.broadcasted_iota(jnp.int32, (columns, d_state), 0, layout=layout)
+    block = plgpu.layout_cast(jnp.zeros((columns, d_state), jnp.float32), layout)
+    step = part_step(target.dtype)
+    for t, reader in enumerate(readers):
+        rest = plgpu.load(reader, layout=layout.reduce(0), optimized=False).astype(jnp.float32)
+        for p in range(parts):
+            part = rest.astype(target.dtype).astype(jnp.float32)
+            block = jnp.where(row == t * parts + p, lax.broadcast_in_dim(part, block.shape, (1,)), block)
+            rest = (rest - part) * step
+    target[...] = block.astype(target.dtype)
+
+
+def part_weights(plgpu: Any, layout: Any, columns: int, t: int, parts: int, step: float) -> jax.Array:
+    """[columns] factors that add the parts of token t's reader."""
+    column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=layout)
+    factors = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), layout)
+    for p in range(parts):
+        factors = jnp.where(column == t * parts + p, step**-p, factors)
+    return factors
+
+
 def shared_bytes(scratch: Any) -> int:
     """Shared memory of buffers, each rounded up to 1 KB as the compiler places them, plus 2 KB for barriers
     and cursors."""
@@ -355,9 +403,7 @@ def stream_window(
         "scalars": tuple(
             plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
         ),
-        "row_scalars": tuple(
-            plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)
-        ),
+        "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
         "weights": plgpu.SMEM((tokens, geo.head_slots, geo.slots), jnp.float32),
         "group_barrier": plgpu.Barrier(num_arrivals=group_copies),
         "cursor_barrier": plgpu.Barrier(num_arrivals=1),
@@ -368,6 +414,13 @@ def stream_window(
         scratch["scale"] = plgpu.SMEM((tokens, geo.head_slots), jnp.float32)
     else:
         scratch["readers"] = plgpu.SMEM((tokens, geo.group_heads, geo.d_state), jnp.float32)
+    parts = reader_parts(state_dtype, operands.reader.dtype if recurrence.shared_reader else jnp.float32)
+    columns = -(-tokens * parts // 8) * 8
+    if parts:
+        heads = 1 if recurrence.shared_reader else geo.group_heads
+        scratch["packed"] = plgpu.SMEM(
+            (heads, columns, geo.d_state), state_dtype, transforms=transforms(state_dtype)
+        )
     scratch["extra"] = recurrence.scratch(plgpu, geo)
     # A stage is a tile: of a state half as wide, twice as many keep the same bytes in flight.
     deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
@@ -394,6 +447,7 @@ def stream_window(
         constants: Any = None,
         scale: Any = None,
         readers: Any = None,
+        packed: Any = None,
         extra: Any = None,
     ) -> None:
         out, state_in, values_ring, keys_ring, *rest = refs
@@ -528,6 +582,14 @@ def stream_window(
                         scratch=extra,
                     )
                 )
+                if parts:
+                    plgpu.commit_smem()
+                    for h in range(packed.shape[0]):
+                        sources = [
+                            reader.at[half, t] if recurrence.shared_reader else readers.at[t, h]
+                            for t in range(tokens)
+                        ]
+                        pack_readers(plgpu, sources, packed.at[h], parts)
                 plgpu.commit_smem()
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -536,15 +598,32 @@ def stream_window(
                     issue_group(group + 1, 1 - half)
 
             plgpu.barrier_wait(tile_barrier.at[stage])
-            matrix = plgpu.load(state.at[stage], layout=layout).astype(jnp.float32)
             past = plgpu.load(values.at[stage].T, layout=values_layout, optimized=False).astype(jnp.float32)
             head = lax.div(tile * TILE, geo.head_dim)
             row, start, length, within = place(index, row_tiles)
             row_group = lax.div(within, tiles)
             offset = row_group * geo.group_heads - aligned_head(row_group)
+            if parts:
+                # All readouts at once on the tensor cores: their products of 16-bit numbers are exact.
+                operand = packed.at[0 if recurrence.shared_reader else head].T
+
+                def multiply(total: Any, stage: jax.Array = stage, operand: Any = operand) -> jax.Array:
+                    plgpu.wgmma(total, state.at[stage], operand)
+                    return total[...]
+
+                matrix = pl.run_scoped(multiply, plgpu.ACC((TILE, columns), jnp.float32))
+            else:
+                matrix = plgpu.load(state.at[stage], layout=layout)
             if geo.tile_heads > 1:
                 rows = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
                 row_head = lax.div(tile * TILE + rows, geo.head_dim)
+
+            def reader_of(t: int, h: jax.Array) -> jax.Array:
+                if parts:
+                    step = part_step(state_dtype)
+                    return part_weights(plgpu, layout.reduce(0), columns, t, parts, step)
+                source = reader.at[half, t] if recurrence.shared_reader else readers.at[t, h]
+                return plgpu.load(source, layout=layout.reduce(0)).astype(jnp.float32)
 
             def rows_of(sums: jax.Array) -> jax.Array:
                 return plgpu.layout_cast(sums, layout.reduce(1)) if fused else sums
@@ -558,7 +637,7 @@ def stream_window(
                     )
                     if recurrence.shared_reader:
                         if k == 0:
-                            z = plgpu.load(reader.at[half, t], layout=layout.reduce(0)).astype(jnp.float32)
+                            z = reader_of(t, h)
                             checkpoint = row_products(plgpu, layout, [(matrix, z)], fused)
                         window = row_products(plgpu, values_layout, [(past, weight)], fused)
                         if geo.tile_heads == 1 and values_layout is layout:
@@ -568,7 +647,7 @@ def stream_window(
                                 checkpoint = row_sums(checkpoint)
                             y = checkpoint * scale[t, offset + h] + rows_of(row_sums(window))
                     else:
-                        z = plgpu.load(readers.at[t, h], layout=layout.reduce(0))
+                        z = reader_of(t, h)
                         if values_layout is layout:
                             y = row_sums(row_products(plgpu, layout, [(matrix, z), (past, weight)], fused))
                         else:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,34 @@ def test_step_is_the_float64_loop(name, tokens, dtypes):
         interpret=interpreter(),
         parameters=launch.LaunchParameters(2, 2, 8),
     )
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("name", "tokens", "dtypes"),
+    [
+        ("mamba2", 1, {"state": jnp.bfloat16}),
+        ("gated_delta", 2, {"state": jnp.float16}),
+        pytest.param("mamba2", 2, {"state": jnp.float16, "activation": jnp.float32}, marks=SLOW),
+        pytest.param("mamba2-head-80", 2, {"state": jnp.bfloat16}, marks=SLOW),
+        pytest.param("gated_delta", 1, {}, marks=SLOW),
+    ],
+)
+def test_window_is_exact_and_races_on_dead_ring_slots_only(name, tokens, dtypes, capsys):
+    """Outputs as exact as those of a float32 state; copies into shared memory never race with its readers.
+
+    A copy of live ring slots may take dead ones along while another CTA appends to them: their weight is zero.
+    """
+    case = cases.draw(SMALL[name], batch=3, tokens=tokens, buffer_length=7, slots=8, seed=tokens, **dtypes)
+    wanted, _ = cases.truth(case)
+    outputs, _ = case.kernels.window(
+        *case.arguments(),
+        interpret=interpreter(detect_races=True),
+        parameters=launch.LaunchParameters(2, 2, 8),
+    )
+    assert cases.error(outputs, wanted) < 1e-6
+    global_memory = "0"
+    assert set(re.findall(r" of \w+\(memory_space_id=(\d+)", capsys.readouterr().out)) == {global_memory}
 
 
 @needs_interpreter
