@@ -83,7 +83,7 @@ def test_step_is_the_float64_loop(name, tokens, dtypes):
 def test_window_is_exact_and_races_on_dead_ring_slots_only(name, tokens, dtypes, capsys):
     """Outputs as exact as those of a float32 state; copies into shared memory never race with its readers.
 
-    A copy of live ring slots may take dead ones along while another CTA appends to them: their weight is zero.
+    A copy of live slots may take dead ones along while another CTA appends to them; their weight is zero.
     """
     case = cases.draw(SMALL[name], batch=3, tokens=tokens, buffer_length=7, slots=8, seed=tokens, **dtypes)
     wanted, _ = cases.truth(case)
