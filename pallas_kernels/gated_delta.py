@@ -191,6 +191,7 @@ KERNELS = Kernels(
         shared_reader=False,
         coefficients=_coefficients,
         scratch=_scratch,
+        apart=True,
         check=_check,
     ),
     token_rule=TokenRule(

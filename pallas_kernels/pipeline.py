@@ -145,6 +145,13 @@ def pin_plain(plgpu: Any, refs: list) -> None:
     nothing(*refs)
 
 
+def when(condition: Any) -> Callable:
+    """`pl.when` that takes a Python bool as known."""
+    if isinstance(condition, bool):
+        return (lambda body: body()) if condition else (lambda body: None)
+    return pl.when(condition)
+
+
 def indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Every index of an array of this shape."""
     return itertools.product(*map(range, shape))
@@ -298,8 +305,9 @@ class Recurrence:
     scalars: number of float32 [B, R, H] rings. head_constants: number of float32 [H] rows of the constants
     array. shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients`
     writes it. coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers
-    from one group's data. scratch(geometry): extra SMEM buffers of `coefficients`. check(geometry): raises
-    `Unsupported` on sizes that it cannot serve.
+    from one group's data. apart: it runs in a warpgroup of its own, one group ahead of the tiles.
+    scratch(geometry): extra SMEM buffers of `coefficients`. check(geometry): raises `Unsupported` on sizes that
+    it cannot serve.
     """
 
     scalars: int
@@ -308,6 +316,7 @@ class Recurrence:
     coefficients: Callable[["Group"], None]
     scratch: Callable[[Any, Geometry], dict] = lambda plgpu, geometry: {}
     check: Callable[[Geometry], None] = lambda geometry: None
+    apart: bool = False
 
 
 @dataclasses.dataclass
@@ -397,29 +406,35 @@ def stream_window(
             "values": plgpu.SMEM((stages, geo.tile_slots, TILE), value_dtype),
         }
 
+    # What a group's tiles need is kept twice when the next group's is computed meanwhile.
+    halves = 2 if recurrence.apart else 1
+    reader_halves = 2 if recurrence.shared_reader else 1
     scratch = {
         "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
-        "reader": plgpu.SMEM((2, tokens, geo.d_state), operands.reader.dtype),
+        "reader": plgpu.SMEM((reader_halves, tokens, geo.d_state), operands.reader.dtype),
         "scalars": tuple(
             plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
         ),
         "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
-        "weights": plgpu.SMEM((tokens, geo.head_slots, geo.slots), jnp.float32),
+        "weights": plgpu.SMEM((halves, tokens, geo.head_slots, geo.slots), jnp.float32),
         "group_barrier": plgpu.Barrier(num_arrivals=group_copies),
         "cursor_barrier": plgpu.Barrier(num_arrivals=1),
     }
+    if recurrence.apart:
+        scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+        scratch["free"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
     if has_constants:
         scratch["constants"] = plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
     if recurrence.shared_reader:
-        scratch["scale"] = plgpu.SMEM((tokens, geo.head_slots), jnp.float32)
+        scratch["scale"] = plgpu.SMEM((halves, tokens, geo.head_slots), jnp.float32)
     else:
-        scratch["readers"] = plgpu.SMEM((tokens, geo.group_heads, geo.d_state), jnp.float32)
+        scratch["readers"] = plgpu.SMEM((halves, tokens, geo.group_heads, geo.d_state), jnp.float32)
     parts = reader_parts(state_dtype, operands.reader.dtype if recurrence.shared_reader else jnp.float32)
     columns = -(-tokens * parts // 8) * 8
     if parts:
         heads = 1 if recurrence.shared_reader else geo.group_heads
         scratch["packed"] = plgpu.SMEM(
-            (heads, columns, geo.d_state), state_dtype, transforms=transforms(state_dtype)
+            (halves, heads, columns, geo.d_state), state_dtype, transforms=transforms(state_dtype)
         )
     scratch["extra"] = recurrence.scratch(plgpu, geo)
     # A stage is a tile: of a state half as wide, twice as many keep the same bytes in flight.
@@ -448,6 +463,8 @@ def stream_window(
         scale: Any = None,
         readers: Any = None,
         packed: Any = None,
+        ready: Any = None,
+        free: Any = None,
         extra: Any = None,
     ) -> None:
         out, state_in, values_ring, keys_ring, *rest = refs
@@ -468,8 +485,18 @@ def stream_window(
         begin = lax.div(cta * total, ctas)
         end = lax.div((cta + 1) * total, ctas)
         first_row = jnp.minimum(lax.div(begin, row_tiles), geo.batch - listed)
-        plgpu.copy_gmem_to_smem(cursor_in.at[pl.ds(first_row, listed)], cursor, cursor_barrier)
+        serves_tiles = lax.axis_index("warpgroup") == 0 if recurrence.apart else True
+
+        @when(serves_tiles)
+        def _():
+            plgpu.copy_gmem_to_smem(cursor_in.at[pl.ds(first_row, listed)], cursor, cursor_barrier)
+
         plgpu.barrier_wait(cursor_barrier)
+
+        first_group = lax.div(begin, tiles)
+
+        def half_of(group: jax.Array, count: int) -> jax.Array:
+            return lax.rem(group - first_group, count)
 
         def place(index: jax.Array, size: int) -> tuple:
             at = lax.div(index, size) - first_row
@@ -495,7 +522,7 @@ def stream_window(
                 plgpu.copy_gmem_to_smem(values_ring.at[source, rows, tile], values.at[stage, rows], barrier)
             plgpu.copy_gmem_to_smem(values_in.at[block, :, tile], values.at[stage, fresh], barrier)
 
-        def issue_group(index: jax.Array, half: jax.Array) -> None:
+        def issue_group(index: jax.Array) -> None:
             row, start, length, group = place(index, groups)
             block = row * groups + group
             heads = pl.ds(aligned_head(group), geo.head_slots)
@@ -505,7 +532,9 @@ def stream_window(
                 rows = pl.ds(g * granule, granule)
                 plgpu.copy_gmem_to_smem(keys_ring.at[source, rows], keys.at[rows], group_barrier)
             plgpu.copy_gmem_to_smem(keys_in.at[block], keys.at[fresh], group_barrier)
-            plgpu.copy_gmem_to_smem(reader_in.at[block], reader.at[half], group_barrier)
+            plgpu.copy_gmem_to_smem(
+                reader_in.at[block], reader.at[half_of(index, reader_halves)], group_barrier
+            )
             for source, new, target in zip(scalar_rings, scalars_in, scalars, strict=True):
                 plgpu.copy_gmem_to_smem(source.at[row, :, heads], target.at[pl.ds(0, ring)], group_barrier)
                 plgpu.copy_gmem_to_smem(new.at[row, :, heads], target.at[fresh], group_barrier)
@@ -532,70 +561,71 @@ def stream_window(
 
             plgpu.commit_smem_to_gmem_group()
 
-        first_group = lax.div(begin, tiles)
+        def prepare(group: jax.Array, carry: None = None) -> None:
+            """What the tiles of a group need, and the copies of the next one."""
+            half, reader_half = half_of(group, halves), half_of(group, reader_halves)
+            plgpu.barrier_wait(group_barrier)
 
-        # Slots beyond the new tokens are never copied: their weights are zero, so they must be finite.
-        for stage in range(stages):
-            values.at[stage, pl.ds(ring, NEW_SLOTS)][...] = jnp.zeros((NEW_SLOTS, TILE), value_dtype)
-        plgpu.commit_smem()
+            @pl.when(group * tiles >= begin)
+            def _():
+                append(group)
 
-        @pl.when(begin < end)
-        def _():
-            issue_group(first_group, jnp.int32(0))
+            _, start, length, group_of_row = place(group, groups)
+            recurrence.coefficients(
+                Group(
+                    plgpu=plgpu,
+                    geometry=geo,
+                    fused=fused,
+                    start=start,
+                    length=length,
+                    offset=group_of_row * geo.group_heads - aligned_head(group_of_row),
+                    keys=keys,
+                    reader=reader.at[reader_half],
+                    scalars=scalars,
+                    constants=constants,
+                    weights=weights.at[half],
+                    scale=scale.at[half] if recurrence.shared_reader else None,
+                    readers=None if recurrence.shared_reader else readers.at[half],
+                    scratch=extra,
+                )
+            )
+            if parts:
+                plgpu.commit_smem()
+                for h in range(packed.shape[1]):
+                    sources = [
+                        reader.at[reader_half, t] if recurrence.shared_reader else readers.at[half, t, h]
+                        for t in range(tokens)
+                    ]
+                    pack_readers(plgpu, sources, packed.at[half, h], parts)
+            plgpu.commit_smem()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if recurrence.apart:
+                plgpu.barrier_arrive(ready.at[half])
 
-        for stage in range(stages):
+            @pl.when((group + 1) * tiles < end)
+            def _():
+                if recurrence.apart:
 
-            @pl.when(begin + stage < end)
-            def _(stage=stage):
-                issue_tile(begin + stage, jnp.int32(stage))
+                    @pl.when(group > first_group)
+                    def _():
+                        plgpu.barrier_wait(free.at[1 - half])
+
+                issue_group(group + 1)
+
+            return carry
 
         def step(index: jax.Array, carry: None) -> None:
             group = lax.div(index, tiles)
             tile = lax.rem(index, tiles)
-            half = lax.rem(group - first_group, 2)
+            half, reader_half = half_of(group, halves), half_of(group, reader_halves)
             stage = lax.rem(index - begin, stages)
 
             @pl.when((index == begin) | (tile == 0))
             def _():
-                plgpu.barrier_wait(group_barrier)
-
-                @pl.when(tile == 0)
-                def _():
-                    append(group)
-
-                _, start, length, group_of_row = place(group, groups)
-                recurrence.coefficients(
-                    Group(
-                        plgpu=plgpu,
-                        geometry=geo,
-                        fused=fused,
-                        start=start,
-                        length=length,
-                        offset=group_of_row * geo.group_heads - aligned_head(group_of_row),
-                        keys=keys,
-                        reader=reader.at[half],
-                        scalars=scalars,
-                        constants=constants,
-                        weights=weights,
-                        scale=scale,
-                        readers=readers,
-                        scratch=extra,
-                    )
-                )
-                if parts:
-                    plgpu.commit_smem()
-                    for h in range(packed.shape[0]):
-                        sources = [
-                            reader.at[half, t] if recurrence.shared_reader else readers.at[t, h]
-                            for t in range(tokens)
-                        ]
-                        pack_readers(plgpu, sources, packed.at[h], parts)
-                plgpu.commit_smem()
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-                @pl.when((group + 1) * tiles < end)
-                def _():
-                    issue_group(group + 1, 1 - half)
+                if recurrence.apart:
+                    plgpu.barrier_wait(ready.at[half])
+                else:
+                    prepare(group)
 
             plgpu.barrier_wait(tile_barrier.at[stage])
             past = plgpu.load(values.at[stage].T, layout=values_layout, optimized=False).astype(jnp.float32)
@@ -605,7 +635,7 @@ def stream_window(
             offset = row_group * geo.group_heads - aligned_head(row_group)
             if parts:
                 # All readouts at once on the tensor cores: their products of 16-bit numbers are exact.
-                operand = packed.at[0 if recurrence.shared_reader else head].T
+                operand = packed.at[half, 0 if recurrence.shared_reader else head].T
 
                 def multiply(total: Any, stage: jax.Array = stage, operand: Any = operand) -> jax.Array:
                     plgpu.wgmma(total, state.at[stage], operand)
@@ -622,7 +652,7 @@ def stream_window(
                 if parts:
                     step = part_step(state_dtype)
                     return part_weights(plgpu, layout.reduce(0), columns, t, parts, step)
-                source = reader.at[half, t] if recurrence.shared_reader else readers.at[t, h]
+                source = reader.at[reader_half, t] if recurrence.shared_reader else readers.at[half, t, h]
                 return plgpu.load(source, layout=layout.reduce(0)).astype(jnp.float32)
 
             def rows_of(sums: jax.Array) -> jax.Array:
@@ -633,7 +663,8 @@ def stream_window(
                 for k in range(geo.tile_heads):
                     h = jnp.minimum(head + k, geo.group_heads - 1) if geo.tile_heads > 1 else head
                     weight = plgpu.load(
-                        weights.at[t, offset + h, pl.ds(0, geo.tile_slots)], layout=values_layout.reduce(0)
+                        weights.at[half, t, offset + h, pl.ds(0, geo.tile_slots)],
+                        layout=values_layout.reduce(0),
                     )
                     if recurrence.shared_reader:
                         if k == 0:
@@ -641,11 +672,11 @@ def stream_window(
                             checkpoint = row_products(plgpu, layout, [(matrix, z)], fused)
                         window = row_products(plgpu, values_layout, [(past, weight)], fused)
                         if geo.tile_heads == 1 and values_layout is layout:
-                            y = row_sums(checkpoint * scale[t, offset + h] + window)
+                            y = row_sums(checkpoint * scale[half, t, offset + h] + window)
                         else:
                             if k == 0:
                                 checkpoint = row_sums(checkpoint)
-                            y = checkpoint * scale[t, offset + h] + rows_of(row_sums(window))
+                            y = checkpoint * scale[half, t, offset + h] + rows_of(row_sums(window))
                     else:
                         z = reader_of(t, h)
                         if values_layout is layout:
@@ -662,6 +693,11 @@ def stream_window(
 
             # Every warp has read the stage, and the group's coefficients, before either is written again.
             plgpu.commit_smem()
+            if recurrence.apart:
+
+                @pl.when((tile == tiles - 1) & ((group + 2) * tiles < end))
+                def _():
+                    plgpu.barrier_arrive(free.at[half])
 
             @pl.when(index + stages < end)
             def _():
@@ -669,7 +705,33 @@ def stream_window(
 
             return carry
 
-        lax.fori_loop(begin, end, step, None)
+        def serve_groups() -> None:
+            @pl.when(begin < end)
+            def _():
+                issue_group(first_group)
+
+            if recurrence.apart:
+                lax.fori_loop(first_group, lax.div(end + tiles - 1, tiles), prepare, None)
+
+        if recurrence.apart:
+            pl.when(~serves_tiles)(serve_groups)
+        else:
+            serve_groups()
+
+        @when(serves_tiles)
+        def _():
+            # Slots beyond the new tokens are never copied: their weights are zero, so they must be finite.
+            for stage in range(stages):
+                values.at[stage, pl.ds(ring, NEW_SLOTS)][...] = jnp.zeros((NEW_SLOTS, TILE), value_dtype)
+            plgpu.commit_smem()
+            for stage in range(stages):
+
+                @pl.when(begin + stage < end)
+                def _(stage=stage):
+                    issue_tile(begin + stage, jnp.int32(stage))
+
+            lax.fori_loop(begin, end, step, None)
+
         plgpu.wait_smem_to_gmem(0)
         if overlap and fused:
             # The kernel that follows waits for this one alone, so this one must outlast the one before it.
@@ -681,6 +743,7 @@ def stream_window(
         scratch_types=scratch,
         grid=(ctas,),
         grid_names=("cta",),
+        **({"num_threads": 2, "thread_name": "warpgroup"} if recurrence.apart else {}),
         # Shared memory is ordered by the barriers and by commit_smem; one barrier a load would be a dozen a
         # tile.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),

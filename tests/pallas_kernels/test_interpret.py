@@ -76,7 +76,6 @@ def test_step_is_the_float64_loop(name, tokens, dtypes):
         ("mamba2", 1, {"state": jnp.bfloat16}),
         ("gated_delta", 2, {"state": jnp.float16}),
         pytest.param("mamba2", 2, {"state": jnp.float16, "activation": jnp.float32}, marks=SLOW),
-        pytest.param("mamba2-head-80", 2, {"state": jnp.bfloat16}, marks=SLOW),
         pytest.param("gated_delta", 1, {}, marks=SLOW),
     ],
 )
