@@ -306,8 +306,8 @@ class Recurrence:
     array. shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients`
     writes it. coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers
     from one group's data. apart: it runs in a warpgroup of its own, one group ahead of the tiles.
-    scratch(geometry): extra SMEM buffers of `coefficients`. check(geometry): raises `Unsupported` on sizes that
-    it cannot serve.
+    scratch(geometry): extra SMEM buffers of `coefficients`. check(geometry): raises `Unsupported` on sizes
+    that it cannot serve.
     """
 
     scalars: int
