@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int32
 from models.config import ModelConfig
 from models.layers.embedding import Embedding
 from models.layers.norm import RMSNorm
-from models.mtp import MTPHead
+from models.mtp import MTPDrafter, MTPHead
 from replayssm_jax.cache import Cache, LayerSpec, init_cache
 from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig
 from replayssm_jax.replay import Segment, fresh_segment
@@ -50,6 +50,10 @@ class HybridModel(nnx.Module):
         """Next-token logits, float32."""
         head = self.embed if self.lm_head is None else self.lm_head
         return head.scores(hidden)
+
+    def own_drafter(self) -> MTPDrafter | None:
+        """What drafts with the model's own multi-token-prediction head; None without one."""
+        return None if self.mtp is None else MTPDrafter()
 
     def cache_specs(self) -> tuple[LayerSpec, ...]:
         """Sizes of every layer's cache."""

@@ -4,16 +4,22 @@ Entry p of a head joins the embedding of token p + 1 with the trunk's hidden sta
 final norm; its output, through the trunk's output head, predicts token p + 2 (arXiv 2412.19437, section 2.2).
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from models.layers.mlp import bias_free
 from models.layers.norm import RMSNorm
-from replayssm_jax.cache import AttentionLayer, LayerSpec
-from replayssm_jax.replay import Segment
+from replayssm_jax.cache import AttentionLayer, AttentionSpec
+from replayssm_jax.replay import Segment, fresh_segment
+from replayssm_jax.speculative import Drafter, Drafts, at_index, draw_drafts
+
+Caches = tuple[AttentionLayer | None, ...]
 
 
 class MTPHead(nnx.Module):
@@ -27,10 +33,16 @@ class MTPHead(nnx.Module):
         self.proj = bias_free(2 * size, size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(layers)
 
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        """Sizes of every layer's cache."""
-        return tuple(layer.spec for layer in self.layers)
+    def init_caches(self, batch: int, max_length: int, dtype) -> Caches:
+        """Empty keys and values of `batch` rows; None for layers without attention."""
+
+        def empty(spec: AttentionSpec | None) -> AttentionLayer | None:
+            if spec is None:
+                return None
+            shape = (batch, max_length, spec.kv_heads, spec.head_dim)
+            return AttentionLayer(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+
+        return tuple(empty(layer.spec) for layer in self.layers)
 
     def join(self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What the first layer reads: the embedding half comes first."""
@@ -41,11 +53,126 @@ class MTPHead(nnx.Module):
         embedded: Float[Array, "B T D"],
         hidden: Float[Array, "B T D"],
         segment: Segment,
-        caches: tuple[AttentionLayer | None, ...] | None,
-    ) -> tuple[Float[Array, "B T D"], tuple[AttentionLayer | None, ...]]:
+        caches: Caches | None,
+    ) -> tuple[Float[Array, "B T D"], Caches]:
         """Normed outputs of T entries from `segment.position` on, and the caches moved on (None: none)."""
         x, moved = self.join(embedded, hidden), []
         for index, layer in enumerate(self.layers):
             x, cache = layer(x, segment, None if caches is None else caches[index])
             moved.append(cache)
         return self.norm(x), tuple(moved)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MTPState:
+    """What a head keeps of each row.
+
+    caches: keys and values of entry p in column p; entries below position - waiting are final, the others are
+    scratch. tokens, hidden: of the last `waiting` committed positions, from column 0 on; hidden is the trunk's.
+    waiting: 0 in an empty row; an entry waits until the token after it is known.
+    """
+
+    caches: Caches
+    tokens: Int32[Array, "B W"]
+    hidden: Float[Array, "B W D"]
+    waiting: Int32[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MTPDrafter(Drafter):
+    """Drafts with the target's own head: from trunk hidden first, then from the head's own normed output.
+
+    Entries that the head fed itself are written again from the trunk's hidden states when their tokens stand.
+    """
+
+    def init(self, model, batch, max_length, replay):
+        dtype, size = model.embed.weight.dtype, model.embed.weight.shape[1]
+        window = 1 if replay is None else replay.window
+        return MTPState(
+            caches=model.mtp.init_caches(batch, max_length, dtype),
+            tokens=jnp.zeros((batch, window), jnp.int32),
+            hidden=jnp.zeros((batch, window, size), dtype),
+            waiting=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def prefill(self, model, state, tokens, hidden, lengths, position):
+        # What waits and the chunk in one sequence; all of it but the newest entry knows its token now.
+        window, size = state.tokens.shape[1], tokens.shape[1]
+        column = jnp.arange(window + size, dtype=jnp.int32)[None, :]
+        waits = column < state.waiting[:, None]
+        source = jnp.clip(
+            jnp.where(waits, column, window + column - state.waiting[:, None]), 0, window + size - 1
+        )
+        text = jnp.take_along_axis(jnp.concatenate([state.tokens, tokens], axis=1), source, axis=1)
+        trunk = jnp.concatenate([state.hidden, hidden.astype(state.hidden.dtype)], axis=1)
+        trunk = jnp.take_along_axis(trunk, source[:, :, None], axis=1)
+        given = lengths > 0
+        known = jnp.where(given, state.waiting + lengths - 1, 0)
+        _, caches = _entries(model, state.caches, text[:, 1:], trunk[:, :-1], known, position - state.waiting)
+        newest = dataclasses.replace(
+            state,
+            tokens=state.tokens.at[:, 0].set(at_index(text, known)),
+            hidden=state.hidden.at[:, 0].set(at_index(trunk, known)),
+            waiting=jnp.ones_like(state.waiting),
+        )
+        return dataclasses.replace(_where(given, newest, state), caches=caches)
+
+    def draft(self, model, state, token, position, prompt, params, count):
+        last = jnp.maximum(state.waiting - 1, 0)
+        rows = jnp.arange(token.shape[0], dtype=jnp.int32)
+        following = jnp.roll(state.tokens, -1, axis=1).at[rows, last].set(token)
+        outputs, caches = _entries(
+            model, state.caches, following, state.hidden, state.waiting, position - state.waiting
+        )
+        output = at_index(outputs, last)
+        draft, q = draw_drafts(model.logits(output), prompt, position + 1, params)
+
+        def one_more(carry, place):
+            draft, output, caches = carry
+            one = jnp.ones_like(position)
+            outputs, caches = _entries(
+                model, caches, draft[:, None], output[:, None], one, position + place - 2
+            )
+            draft, q = draw_drafts(model.logits(outputs[:, 0]), prompt, position + place, params)
+            return (draft, outputs[:, 0], caches), (draft, q)
+
+        places = jnp.arange(2, 1 + count, dtype=jnp.int32)
+        (_, _, caches), (later, later_q) = jax.lax.scan(one_more, (draft, output, caches), places)
+        drafts = Drafts(
+            tokens=jnp.concatenate([draft[:, None], later.T], axis=1),
+            probabilities=jnp.concatenate([q[:, None], jnp.moveaxis(later_q, 0, 1)], axis=1),
+            count=jnp.full_like(token, count),
+        )
+        return drafts, dataclasses.replace(state, caches=caches)
+
+    def commit(self, model, state, tokens, hidden, accepted, position):
+        kept = MTPState(state.caches, tokens, hidden.astype(state.hidden.dtype), accepted)
+        return dataclasses.replace(_where(accepted > 0, kept, state), caches=state.caches)
+
+
+def _entries(
+    model: Any,
+    caches: Caches,
+    tokens: Int32[Array, "B T"],
+    hidden: Float[Array, "B T D"],
+    lengths: Int32[Array, " B"],
+    position: Int32[Array, " B"],
+) -> tuple[Float[Array, "B T D"], Caches]:
+    """The head's normed outputs of T entries from `position` on, of which the first `lengths` are stored.
+
+    tokens: those after the entries.
+    """
+    segment = dataclasses.replace(fresh_segment(*tokens.shape, lengths=lengths), position=position)
+    return model.mtp(model.embed(tokens), hidden, segment, caches)
+
+
+def _where(rows, new: MTPState, old: MTPState) -> MTPState:
+    """`new` in the given rows, caches left out."""
+
+    def pick(first, second):
+        return jnp.where(jnp.expand_dims(rows, tuple(range(1, first.ndim))), first, second)
+
+    bare = (dataclasses.replace(state, caches=()) for state in (new, old))
+    return jax.tree.map(pick, *bare)
