@@ -69,7 +69,7 @@ class MTPState:
     """What a head keeps of each row.
 
     caches: keys and values of entry p in column p; entries below position - waiting are final, the others are
-    scratch. tokens, hidden: of the last `waiting` committed positions, from column 0 on; hidden is the trunk's.
+    scratch. tokens, hidden: of the last `waiting` committed positions, from column 0 on; hidden: the trunk's.
     waiting: 0 in an empty row; an entry waits until the token after it is known.
     """
 

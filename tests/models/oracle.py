@@ -8,34 +8,87 @@ import numpy as np
 
 def oracle_logits(config: dict, weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
     """Logits float64 [S, V] of one text, one token after another."""
-    w = {
-        name.split(".", 1)[1] if name != "lm_head.weight" else name: np.float64(a)
+    return oracle_scores(config, weights, oracle_hidden(config, weights, tokens))
+
+
+def oracle_hidden(config: dict, weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
+    """Hidden states float64 [S, D] of one text after the final norm."""
+    return (_nemotron_h if _is_nemotron_h(config) else _qwen35)(config, _plain(weights), tokens)
+
+
+def oracle_scores(config: dict, weights: dict[str, np.ndarray], hidden: np.ndarray) -> np.ndarray:
+    """Logits of normed hidden states."""
+    w = _plain(weights)
+    return hidden @ (_table(config, w) if config["tie_word_embeddings"] else w["lm_head.weight"]).T
+
+
+def oracle_mtp(
+    config: dict, weights: dict[str, np.ndarray], tokens: np.ndarray, hidden: np.ndarray
+) -> np.ndarray:
+    """Normed outputs float64 [S, D] of the multi-token-prediction head.
+
+    Entry i takes tokens[i], the one after position i, and hidden[i].
+    """
+    w = _plain(weights)
+    embedded = _table(config, w)[tokens]
+    w = {name.removeprefix("mtp."): a for name, a in w.items() if name.startswith("mtp.")}
+    if _is_nemotron_h(config):
+        eps, letters = config["layer_norm_epsilon"], config["mtp_hybrid_override_pattern"]
+        halves = [
+            _rms(embedded, eps) * w["layers.0.enorm.weight"],
+            _rms(hidden, eps) * w["layers.0.hnorm.weight"],
+        ]
+        x = np.concatenate(halves, axis=-1) @ w["layers.0.eh_proj.weight"].T
+        for i, letter in enumerate(letters):
+            x = _nemotron_h_layer(config, _below(w, f"layers.{i}."), letter, x)
+        return _rms(x, eps) * w[f"layers.{len(letters) - 1}.final_layernorm.weight"]
+    eps = config["rms_norm_eps"]
+    halves = [
+        _rms(embedded, eps) * (1 + w["pre_fc_norm_embedding.weight"]),
+        _rms(hidden, eps) * (1 + w["pre_fc_norm_hidden.weight"]),
+    ]
+    x = np.concatenate(halves, axis=-1) @ w["fc.weight"].T
+    return _rms(_qwen35_layer(config, _below(w, "layers.0."), "full_attention", x), eps) * (
+        1 + w["norm.weight"]
+    )
+
+
+def _is_nemotron_h(config):
+    return config["model_type"] == "nemotron_h"
+
+
+def _plain(weights) -> dict:
+    """float64, without the prefix of the trunk's names."""
+    return {
+        name if name.startswith(("lm_head.", "mtp.")) else name.split(".", 1)[1]: np.float64(a)
         for name, a in weights.items()
     }
-    if config["model_type"] == "nemotron_h":
-        x, table = _nemotron_h(config, w, tokens), w["embeddings.weight"]
-    else:
-        x, table = _qwen35(config, w, tokens), w["embed_tokens.weight"]
-    return x @ (table if config["tie_word_embeddings"] else w["lm_head.weight"]).T
+
+
+def _table(c, w):
+    return w["embeddings.weight" if _is_nemotron_h(c) else "embed_tokens.weight"]
+
+
+def _below(w, prefix):
+    return {name.removeprefix(prefix): a for name, a in w.items() if name.startswith(prefix)}
 
 
 def _nemotron_h(c, w, tokens):
     x = w["embeddings.weight"][tokens]
     for i, letter in enumerate(c["hybrid_override_pattern"]):
-        p = {
-            k.removeprefix(f"layers.{i}.mixer."): a
-            for k, a in w.items()
-            if k.startswith(f"layers.{i}.mixer.")
-        }
-        h = _rms(x, c["layer_norm_epsilon"]) * w[f"layers.{i}.norm.weight"]
-        if letter == "M":
-            x = x + _mamba2(c, p, h)
-        elif letter == "*":
-            q, k, v = (_heads(h @ p[f"{n}_proj.weight"].T, c["head_dim"]) for n in "qkv")
-            x = x + _attend(q, k, v) @ p["o_proj.weight"].T
-        else:
-            x = x + np.maximum(h @ p["up_proj.weight"].T, 0) ** 2 @ p["down_proj.weight"].T
+        x = _nemotron_h_layer(c, _below(w, f"layers.{i}."), letter, x)
     return _rms(x, c["layer_norm_epsilon"]) * w["norm_f.weight"]
+
+
+def _nemotron_h_layer(c, w, letter, x):
+    p = _below(w, "mixer.")
+    h = _rms(x, c["layer_norm_epsilon"]) * w["norm.weight"]
+    if letter == "M":
+        return x + _mamba2(c, p, h)
+    if letter == "*":
+        q, k, v = (_heads(h @ p[f"{n}_proj.weight"].T, c["head_dim"]) for n in "qkv")
+        return x + _attend(q, k, v) @ p["o_proj.weight"].T
+    return x + np.maximum(h @ p["up_proj.weight"].T, 0) ** 2 @ p["down_proj.weight"].T
 
 
 def _mamba2(c, p, h):
@@ -58,20 +111,23 @@ def _mamba2(c, p, h):
 
 
 def _qwen35(c, w, tokens):
-    eps = c["rms_norm_eps"]
     x = w["embed_tokens.weight"][tokens]
     for i, kind in enumerate(c["layer_types"]):
-        p = {k.removeprefix(f"layers.{i}."): a for k, a in w.items() if k.startswith(f"layers.{i}.")}
-        h = _rms(x, eps) * (1 + p["input_layernorm.weight"])
-        x = x + (_gated_delta(c, p, h) if kind == "linear_attention" else _gated_attention(c, p, h))
-        h = _rms(x, eps) * (1 + p["post_attention_layernorm.weight"])
-        gate, up = h @ p["mlp.gate_proj.weight"].T, h @ p["mlp.up_proj.weight"].T
-        x = x + _silu(gate) * up @ p["mlp.down_proj.weight"].T
-    return _rms(x, eps) * (1 + w["norm.weight"])
+        x = _qwen35_layer(c, _below(w, f"layers.{i}."), kind, x)
+    return _rms(x, c["rms_norm_eps"]) * (1 + w["norm.weight"])
+
+
+def _qwen35_layer(c, p, kind, x):
+    eps = c["rms_norm_eps"]
+    h = _rms(x, eps) * (1 + p["input_layernorm.weight"])
+    x = x + (_gated_delta(c, p, h) if kind == "linear_attention" else _gated_attention(c, p, h))
+    h = _rms(x, eps) * (1 + p["post_attention_layernorm.weight"])
+    gate, up = h @ p["mlp.gate_proj.weight"].T, h @ p["mlp.up_proj.weight"].T
+    return x + _silu(gate) * up @ p["mlp.down_proj.weight"].T
 
 
 def _gated_delta(c, p, h):
-    p = {k.removeprefix("linear_attn."): a for k, a in p.items()}
+    p = _below(p, "linear_attn.")
     groups, heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
     dk, dv = c["linear_key_head_dim"], c["linear_value_head_dim"]
     mixed = _silu(_conv(h @ p["in_proj_qkv.weight"].T, p["conv1d.weight"], 0.0))
@@ -93,7 +149,7 @@ def _gated_delta(c, p, h):
 
 
 def _gated_attention(c, p, h):
-    p = {k.removeprefix("self_attn."): a for k, a in p.items()}
+    p = _below(p, "self_attn.")
     size, eps, rope = c["head_dim"], c["rms_norm_eps"], c["rope_parameters"]
     q, gate = np.split(_heads(h @ p["q_proj.weight"].T, 2 * size), 2, axis=-1)
     k, v = (_heads(h @ p[f"{n}_proj.weight"].T, size) for n in "kv")

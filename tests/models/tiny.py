@@ -64,6 +64,10 @@ GDN = {
     "dtype": "float32",
 }
 
+# Each with a multi-token-prediction head; the trunk's weights are those without.
+M2_MTP = M2 | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*-"}
+GDN_MTP = GDN | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+
 
 def tensors(config: dict, seed: int = 0, hot: bool = False) -> dict[str, np.ndarray]:
     """Float32 weights of a raw configuration by their names on disk.
@@ -71,8 +75,12 @@ def tensors(config: dict, seed: int = 0, hot: bool = False) -> dict[str, np.ndar
     Projections keep activations near one; norms, A_log, dt_bias, D and conv taps are drawn wide. `hot` sets
     the decay and the convolution so that a wrong state changes the text at once.
     """
-    make = _nemotron_h if config["model_type"] == "nemotron_h" else _qwen35
-    return make(config, Draw(seed), hot)
+    head = Draw(1000 + seed)
+    if config["model_type"] == "nemotron_h":
+        letters = config["mtp_hybrid_override_pattern"] if config.get("num_nextn_predict_layers") else ""
+        return _nemotron_h(config, Draw(seed), hot) | _nemotron_h_mtp(config, head, letters)
+    mtp = _qwen35_mtp(config, head) if config.get("mtp_num_hidden_layers") else {}
+    return _qwen35(config, Draw(seed), hot) | mtp
 
 
 def write(
@@ -154,8 +162,7 @@ def _nemotron_h(c: dict, draw: Draw, hot: bool) -> dict[str, np.ndarray]:
         elif letter == "*":
             w |= _attention(c, draw, mixer, c["num_attention_heads"] * c["head_dim"])
         else:
-            w[f"{mixer}.up_proj.weight"] = draw.linear(c["intermediate_size"], hidden)
-            w[f"{mixer}.down_proj.weight"] = draw.linear(hidden, c["intermediate_size"])
+            w |= _mlp(c, draw, mixer)
     w["backbone.norm_f.weight"] = draw.normal(hidden, scale=0.3, mean=1.0)
     return _finish(w, c, draw, hot)
 
@@ -184,12 +191,8 @@ def _qwen35(c: dict, draw: Draw, hot: bool) -> dict[str, np.ndarray]:
             w[f"{mixer}.out_proj.weight"] = draw.linear(hidden, heads * dv)
         else:
             mixer = f"{layer}.self_attn"
-            w |= _attention(c, draw, mixer, 2 * c["num_attention_heads"] * c["head_dim"])
-            w[f"{mixer}.q_norm.weight"] = draw.normal(c["head_dim"], scale=0.3)
-            w[f"{mixer}.k_norm.weight"] = draw.normal(c["head_dim"], scale=0.3)
-        for name in ("gate_proj", "up_proj"):
-            w[f"{layer}.mlp.{name}.weight"] = draw.linear(c["intermediate_size"], hidden)
-        w[f"{layer}.mlp.down_proj.weight"] = draw.linear(hidden, c["intermediate_size"])
+            w |= _gated_attention(c, draw, mixer)
+        w |= _gated_mlp(c, draw, f"{layer}.mlp")
     w["model.norm.weight"] = draw.normal(hidden, scale=0.3)
     return _finish(w, c, draw, hot)
 
@@ -209,6 +212,52 @@ def _attention(c: dict, draw: Draw, mixer: str, query_rows: int) -> dict[str, np
         f"{mixer}.v_proj.weight": draw.linear(kv, hidden),
         f"{mixer}.o_proj.weight": draw.linear(hidden, width),
     }
+
+
+def _mlp(c: dict, draw: Draw, mixer: str) -> dict[str, np.ndarray]:
+    up = draw.linear(c["intermediate_size"], c["hidden_size"])
+    down = draw.linear(c["hidden_size"], c["intermediate_size"])
+    return {f"{mixer}.up_proj.weight": up, f"{mixer}.down_proj.weight": down}
+
+
+def _gated_attention(c: dict, draw: Draw, mixer: str) -> dict[str, np.ndarray]:
+    w = _attention(c, draw, mixer, 2 * c["num_attention_heads"] * c["head_dim"])
+    for name in ("q_norm", "k_norm"):
+        w[f"{mixer}.{name}.weight"] = draw.normal(c["head_dim"], scale=0.3)
+    return w
+
+
+def _gated_mlp(c: dict, draw: Draw, mlp: str) -> dict[str, np.ndarray]:
+    hidden, inner = c["hidden_size"], c["intermediate_size"]
+    w = {f"{mlp}.{name}.weight": draw.linear(inner, hidden) for name in ("gate_proj", "up_proj")}
+    return w | {f"{mlp}.down_proj.weight": draw.linear(hidden, inner)}
+
+
+def _nemotron_h_mtp(c: dict, draw: Draw, letters: str) -> dict[str, np.ndarray]:
+    hidden, w = c["hidden_size"], {}
+    for i, letter in enumerate(letters):
+        layer = f"mtp.layers.{i}"
+        w[f"{layer}.norm.weight"] = draw.normal(hidden, scale=0.3, mean=1.0)
+        width = c["num_attention_heads"] * c["head_dim"]
+        w |= (
+            _attention(c, draw, f"{layer}.mixer", width) if letter == "*" else _mlp(c, draw, f"{layer}.mixer")
+        )
+        if i == 0:
+            w[f"{layer}.enorm.weight"] = draw.normal(hidden, scale=0.3, mean=1.0)
+            w[f"{layer}.hnorm.weight"] = draw.normal(hidden, scale=0.3, mean=1.0)
+            w[f"{layer}.eh_proj.weight"] = draw.linear(hidden, 2 * hidden)
+        if i == len(letters) - 1:
+            w[f"{layer}.final_layernorm.weight"] = draw.normal(hidden, scale=0.3, mean=1.0)
+    return w
+
+
+def _qwen35_mtp(c: dict, draw: Draw) -> dict[str, np.ndarray]:
+    hidden, layer = c["hidden_size"], "mtp.layers.0"
+    w = {"mtp.fc.weight": draw.linear(hidden, 2 * hidden)}
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    norms += ("layers.0.input_layernorm", "layers.0.post_attention_layernorm")
+    w |= {f"mtp.{name}.weight": draw.normal(hidden, scale=0.3) for name in norms}
+    return w | _gated_attention(c, draw, f"{layer}.self_attn") | _gated_mlp(c, draw, f"{layer}.mlp")
 
 
 def _finish(w: dict[str, np.ndarray], c: dict, draw: Draw, hot: bool) -> dict[str, np.ndarray]:
