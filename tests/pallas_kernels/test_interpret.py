@@ -141,6 +141,23 @@ def test_snapshots_keep_the_state_after_every_token(name):
     np.testing.assert_array_equal(kept, np.asarray(case.checkpoint))
 
 
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta"])
+def test_the_only_race_of_a_step_is_between_an_append_and_copies_of_its_dead_slot(name, capsys):
+    """A copy of a granule of ring rows may overtake the append into it: that slot's weight is 0."""
+    case = cases.draw(SMALL[name], batch=3, tokens=2, buffer_length=7, slots=8)
+    parameters = launch.LaunchParameters(2, 2, 8)
+    check_step(case, [True, False, True], interpret=interpreter(detect_races=True), parameters=parameters)
+    races = capsys.readouterr().out.split("RACE DETECTED")[1:]
+    assert races
+    for race in races:
+        write, read = (
+            next(line for line in race.splitlines() if kind in line) for kind in ("write of", "read of")
+        )
+        assert ".append" in write and ".issue" in read
+
+
 def test_old_jax_is_refused_in_a_sentence():
     if not old:
         launch.require_jax()

@@ -1,4 +1,12 @@
-"""Steps of whole models with the GPU kernels: `pytest -m gpu tests/replayssm_jax`."""
+"""Steps of whole models with the GPU kernels: `pytest -m gpu tests/replayssm_jax`.
+
+The other side of every comparison runs on the CPU of the same machine, where compiling takes a tenth of the
+time that it takes for the GPU.
+"""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,55 +18,178 @@ import replayssm_jax as rs
 from models.nemotron_h import NemotronH
 from models.qwen3_5 import Qwen35
 from replayssm_jax import replay as replay_module
-from tests.tiny_models import VOCAB, heat, nemotron_config, qwen_config, randomize
+from replayssm_jax.recurrence import RECURRENCES
+from tests.replayssm_jax.recurrence.cases import (
+    Shape,
+    draw,
+    draw_heads,
+    draw_state,
+    rms_error,
+    serial,
+    tolerance,
+)
+from tests.tiny_models import VOCAB, TinyKimi, heat, nemotron_config, qwen_config, random_tokens, randomize
 
 pytestmark = pytest.mark.gpu
 
+FAMILIES = ["mamba2", "gated_delta"]
+# The kernels' rings have a multiple of 8 slots; with these sizes the portable backend's have as many.
+VERIFY, DECODE = rs.ReplayConfig(buffer_length=13, window=3), rs.ReplayConfig(buffer_length=15)
+PROMPTS = np.array([16, 3, 9], np.int32)
 
-def gpu_model(family, dtype):
+
+def on_cpu():
+    return jax.default_device(jax.devices("cpu")[0])
+
+
+def to_gpu(tree):
+    return jax.device_put(tree, jax.devices("gpu")[0])
+
+
+@functools.cache
+def cpu_model(family, dtype=jnp.float32):
     def make():
         if family == "mamba2":
-            sizes = {"mamba_num_heads": 8, "mamba_head_dim": 80, "d_state": 128, "layer_pattern": "MM*-"}
+            sizes = {"mamba_num_heads": 8, "mamba_head_dim": 80, "d_state": 128, "layer_pattern": "MM*"}
             return NemotronH(nemotron_config(**sizes), dtype=dtype, rngs=nnx.Rngs(0))
         sizes = {"value_heads": 4, "key_head_dim": 128, "value_head_dim": 128}
         return Qwen35(qwen_config(**sizes), dtype=dtype, rngs=nnx.Rngs(0))
 
-    return heat(randomize(make))
+    with on_cpu():
+        return heat(randomize(make))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
-def test_steps_equal_those_of_the_portable_backend(family, dtype):
-    model = gpu_model(family, dtype)
-    texts = np.random.default_rng(0).integers(0, VOCAB, (3, 64), dtype=np.int32)
-    runs = {}
+@functools.cache
+def prefilled(family, method, dtype=jnp.float32):
+    """Prompts of three lengths, fed on the CPU."""
+    model = cpu_model(family, dtype)
+    with on_cpu():
+        return rs.prefill(model, random_tokens(3, 64)[:, :16], PROMPTS, model.init_cache(3, 64, method))[1]
+
+
+@functools.cache
+def gpu_step(family, method, implementation, dtype=jnp.float32):
+    """The compiled step with its model, both on the GPU."""
+    model = to_gpu(cpu_model(family, dtype))
+    cache = served(prefilled(family, method, dtype), implementation)
+    tokens = to_gpu(np.zeros((3, method.window), np.int32))
+    # Tuning the products of a tiny model is most of its compile time.
+    options = {"xla_gpu_autotune_level": 0}
     with jax.default_matmul_precision("highest"):
-        for implementation in ("pallas", "xla"):
-            replay = rs.ReplayConfig(buffer_length=8, window=3, implementation=implementation)
-            cache = model.init_cache(3, 64, replay)
-            _, cache = rs.prefill(model, texts[:, :16], np.array([16, 3, 9], np.int32), cache)
-            rng, position, logits = np.random.default_rng(1), np.array([16, 3, 9]), []
-            while position.max() < 60:
-                tokens = np.stack([row[p : p + 3] for row, p in zip(texts, position, strict=True)])
-                out, cache = rs.step(model, tokens, cache)
-                logits.append(np.asarray(out))
-                accepted = rng.integers(0, 4, 3)
-                cache, position = rs.commit(cache, accepted), position + accepted
-            runs[implementation] = np.stack(logits), rs.materialize(cache)
-    bound = 1e-4 if dtype == jnp.float32 else 5e-2
-    for ours, truth in zip(jax.tree.leaves(runs["pallas"]), jax.tree.leaves(runs["xla"]), strict=True):
-        ours, truth = np.asarray(ours, np.float64), np.asarray(truth, np.float64)
-        assert np.sqrt(np.mean((ours - truth) ** 2) / np.mean(truth**2)) < bound
+        lowered = replay_module._step.lower(model, tokens, cache, return_hidden=False)
+    return model, lowered.compile(compiler_options=options)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
-def test_the_compiled_step_copies_no_buffer_of_the_cache(family):
-    model = gpu_model(family, jnp.bfloat16)
-    cache = model.init_cache(3, 64, rs.ReplayConfig(buffer_length=8, window=2, implementation="pallas"))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    tokens = jnp.zeros((3, 2), jnp.int32)
-    compiled = replay_module._step.lower(model, tokens, cache, return_hidden=False).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes == size
-    state = cache.layers[0].checkpoint
-    shape = "f32[{}]".format(",".join(map(str, state.shape)))
-    assert not [line for line in compiled.as_text().splitlines() if " copy(" in line and shape in line]
+def served(cache, implementation):
+    """A copy of a cache on the GPU with another backend."""
+    return to_gpu(
+        jax.tree.map(np.array, replace(cache, replay=replace(cache.replay, implementation=implementation)))
+    )
+
+
+def check_steps(family, method, implementation, dtype=jnp.float32, *, bound):
+    """Twenty steps with random acceptance, logits and final states against those of the CPU."""
+    texts, window = random_tokens(3, 64), method.window
+    cpu, ours = prefilled(family, method, dtype), served(prefilled(family, method, dtype), implementation)
+    cpu = jax.tree.map(jnp.copy, cpu)
+    model, step = gpu_step(family, method, implementation, dtype)
+    rng, position = np.random.default_rng(1), PROMPTS
+    logits, states = ([], []), []
+    for _ in range(20):
+        tokens = np.stack([row[p : p + window] for row, p in zip(texts, position, strict=True)])
+        accepted = rng.integers(0, window + 1, 3) if window > 1 else np.ones(3, np.int32)
+        with on_cpu():
+            out, cpu = rs.step(cpu_model(family, dtype), tokens, cpu)
+            cpu = rs.commit(cpu, accepted)
+        logits[1].append(np.asarray(out))
+        out, ours = step(model, to_gpu(tokens), ours)
+        ours = rs.commit(ours, accepted)
+        logits[0].append(np.asarray(out))
+        position = position + accepted
+    with on_cpu():
+        states = [
+            rs.materialize(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), cache)) for cache in (ours, cpu)
+        ]
+    assert rms_error(np.stack(logits[0], 1), np.stack(logits[1], 1)) < bound
+    for state, truth in zip(*states, strict=True):
+        assert rms_error(state, truth) < bound
+
+
+@pytest.mark.parametrize("method", [VERIFY, DECODE, rs.EagerConfig()], ids=["verify", "decode", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_equal_those_of_the_portable_backend(family, method):
+    check_steps(family, method, "pallas", bound=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_steps_equal_those_of_the_portable_backend(family):
+    check_steps(family, DECODE, "pallas", jnp.bfloat16, bound=5e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_portable_backend_decodes_on_a_gpu(family):
+    check_steps(family, VERIFY, "xla", bound=1e-4)
+
+
+@pytest.mark.parametrize("method", [VERIFY, rs.EagerConfig()], ids=["verify", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_compiled_step_copies_no_buffer_of_the_cache(family, method):
+    cache = prefilled(family, method)
+    _, step = gpu_step(family, method, "pallas")
+    assert step.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    copied = [line for line in step.as_text().splitlines() if " copy(" in line]
+    for leaf in jax.tree.leaves(cache.layers):
+        shape = "[{}]".format(",".join(map(str, leaf.shape)))
+        assert leaf.ndim < 3 or not [line for line in copied if shape in line]
+
+
+def test_auto_takes_the_kernels_where_they_serve():
+    with on_cpu():
+        kimi = TinyKimi(layers=1, rngs=nnx.Rngs(0))
+        small = heat(randomize(lambda: NemotronH(nemotron_config(layer_pattern="M"), rngs=nnx.Rngs(0))))
+    for method in (rs.ReplayConfig(), rs.EagerConfig(), None):
+        for family in FAMILIES:
+            shapes = jax.eval_shape(functools.partial(cpu_model(family).init_cache, 2, 8, method))
+            assert shapes.replay.implementation == "pallas"
+        for model in (kimi, small):
+            shapes = jax.eval_shape(functools.partial(model.init_cache, 2, 8, method))
+            assert shapes.replay.implementation == "xla"
+    with pytest.raises(ValueError, match='"pallas" cannot be served: there are no Pallas kernels for kimi'):
+        kimi.init_cache(2, 8, rs.ReplayConfig(implementation="pallas"))
+    with on_cpu():
+        assert small.init_cache(1, 8).replay.implementation == "xla"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_writes_the_same_text_with_the_kernels(family):
+    texts = []
+    for model, device in (
+        (cpu_model(family), on_cpu()),
+        (to_gpu(cpu_model(family)), jax.default_device(None)),
+    ):
+        loaded = rs.Loaded(
+            model=model, config=model.config, tokenizer=None, stop_ids=(), vocab_size=VOCAB, path=Path()
+        )
+        with device, jax.default_matmul_precision("highest"):
+            out = rs.generate(loaded, [[1, 2, 3], [4, 5], [6]], rs.Sampling(max_new_tokens=40), max_rows=2)
+        texts.append(out)
+    assert texts[1].tokens == texts[0].tokens
+    np.testing.assert_allclose(texts[1].logprobs, texts[0].logprobs, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", list(RECURRENCES))
+def test_the_portable_fold_of_all_rows_together_is_the_float64_loop(name):
+    shape = Shape(batch=5, heads=4, groups=2, head_dim=16, d_state=32).for_recurrence(name)
+    rng = np.random.default_rng(8)
+    with on_cpu():
+        heads, state = draw_heads(name, rng, shape), draw_state(rng, shape)
+        inputs, reader = draw(name, rng, shape, 12, heads)
+    lengths = np.array([12, 0, 1, 7, 12], np.int32)
+    ring = jax.tree.map(
+        lambda field: np.roll(field, 7, axis=field.ndim - 2), jax.tree.map(np.asarray, inputs)
+    )
+    start = np.full(5, 12 * 9 + 7, np.int32)
+    folded = jax.jit(RECURRENCES[name].fold)(*to_gpu((np.asarray(state), ring, heads, start, lengths)))
+    truth = serial(name, state, inputs, reader, heads, lengths)[1]
+    assert rms_error(folded, truth) <= tolerance(12)
+    np.testing.assert_array_equal(folded[1], state[1])

@@ -118,6 +118,14 @@ class ReplayContract:
     # Most of a test is LLVM's optimisation of small programs. The long runs compile as users do.
     compiler_options: dict | None = {"xla_backend_optimization_level": 0}
 
+    def served(self, shape: Shape) -> Shape:
+        """The nearest sizes that the backend serves."""
+        return shape.for_recurrence(self.recurrence)
+
+    def slots(self, least: int) -> int:
+        """Slots of a ring that is to hold `least` tokens."""
+        return least
+
     def step(self, checkpoint, ring, inputs, reader, heads, start, length):
         """Appends T tokens to the ring and returns (their outputs, the ring)."""
         ring = append(ring, inputs, start + length)
@@ -144,12 +152,13 @@ class ReplayContract:
         self, shape, buffer_length, window, rounds, *, seed=0, decays="mixed", dtype=jnp.float32, slots=None
     ):
         """Compares every output of `rounds` steps with random acceptance, and the last state."""
-        name, shape = self.recurrence, shape.for_recurrence(self.recurrence)
+        name, shape = self.recurrence, self.served(shape)
         rng = _rng(seed, buffer_length, window)
         heads = draw_heads(name, rng, shape, decays)
         checkpoint = draw_state(rng, shape)
         truth = np.asarray(checkpoint, np.float64)
-        ring = empty_ring(name, shape, slots or buffer_length + window, dtype, fill=GARBAGE)
+        slots = self.slots(slots or buffer_length + window)
+        ring = empty_ring(name, shape, slots, dtype, fill=GARBAGE)
         start, length = rng.integers(0, 1000, shape.batch), np.zeros(shape.batch, int)
         worst = 0.0
         for _ in range(rounds):
@@ -206,7 +215,7 @@ class ReplayContract:
 
     def _filled(self, seed, fill, slots=9, window=2):
         """A case in mid-window: rows at several phases, and `fill` in every slot that holds no token."""
-        name, shape = self.recurrence, Shape().for_recurrence(self.recurrence)
+        name, shape, slots = self.recurrence, self.served(Shape()), self.slots(slots)
         rng = _rng(seed)
         heads = draw_heads(name, rng, shape)
         checkpoint = draw_state(rng, shape)
@@ -249,7 +258,7 @@ class ReplayContract:
         )
 
     def test_b06_heads_read_their_own_group(self):
-        name, shape = self.recurrence, Shape(batch=1, d_state=8).for_recurrence(self.recurrence)
+        name, shape = self.recurrence, self.served(Shape(batch=1, d_state=8))
         rng = _rng(6)
         heads = draw_heads(name, rng, shape)
         inputs, _ = draw(name, rng, shape, 1, heads)
@@ -259,7 +268,7 @@ class ReplayContract:
         inputs = type(inputs)(**{**vars(inputs), key: axes})
         checkpoint = jnp.zeros((1, shape.heads, shape.head_dim, shape.d_state), jnp.float32)
         zero, one = _int32([0]), _int32([1])
-        ring = append(empty_ring(name, shape, 3), inputs, zero)
+        ring = append(empty_ring(name, shape, self.slots(3)), inputs, zero)
         eager_outputs, eager_state = self.run("eager_step", checkpoint, inputs, axes, heads)
         folded = self.run("fold", checkpoint, ring, heads, zero, one)
         outputs, _ = self.run("step", checkpoint, ring, inputs, axes, heads, zero, zero)
@@ -270,7 +279,7 @@ class ReplayContract:
         assert rms_error(outputs, eager_outputs) <= self.tolerance(1)
 
     def test_eager_steps_equal_the_serial_loop(self):
-        name, shape = self.recurrence, Shape(heads=6).for_recurrence(self.recurrence)
+        name, shape = self.recurrence, self.served(Shape(heads=6))
         rng = _rng(7)
         for decays in ("mixed", "spiky"):
             heads = draw_heads(name, rng, shape, decays)
@@ -288,12 +297,12 @@ class ReplayContract:
     @pytest.mark.parametrize("decays", ["slow", "spiky"])
     def test_errors_grow_no_faster_than_with_eager_steps(self, decays, tokens=2000, buffer_length=16):
         name = self.recurrence
-        shape = Shape(batch=2, heads=2, groups=1, head_dim=8, d_state=8).for_recurrence(name)
+        shape = self.served(Shape(batch=2, heads=2, groups=1, head_dim=8, d_state=8))
         rng = _rng(8)
         heads = draw_heads(name, rng, shape, decays)
         inputs, reader = draw(name, rng, shape, tokens, heads, decays=decays)
         initial = draw_state(rng, shape)
-        ring = empty_ring(name, shape, buffer_length + 1)
+        ring = empty_ring(name, shape, self.slots(buffer_length + 1))
         replay, eager = _jitted_long_runs(type(self), buffer_length)
         results = replay(initial, ring, inputs, reader, heads)
         peers = eager(initial, inputs, reader, heads)
