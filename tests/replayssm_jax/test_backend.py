@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 import sys
 import types
 
@@ -18,6 +19,9 @@ from replayssm_jax.cache import RecurrentSpec
 from tests.tiny_models import assert_close, full_logits, hot_model, random_tokens
 
 NO_GPU = jax.default_backend() != "gpu"
+needs_kernels = pytest.mark.skipif(
+    launch.jax_version() < launch.MINIMUM_JAX, reason="the kernels need a newer JAX"
+)
 
 
 @pytest.mark.skipif(not NO_GPU, reason="says what happens where there is no GPU")
@@ -26,88 +30,150 @@ def test_b25_an_explicit_request_that_cannot_be_served_says_why(caplog):
     reason = "jax >= 0.11.2" if launch.jax_version() < launch.MINIMUM_JAX else "need a GPU.*cpu"
     with pytest.raises(ValueError, match=f'"pallas" cannot be served: .*{reason}'):
         model.init_cache(1, 8, rs.ReplayConfig(implementation="pallas"))
+    with pytest.raises(ValueError, match=f'"pallas" cannot be served: .*{reason}'):
+        model.init_cache(1, 8, rs.EagerConfig(implementation="pallas"))
     backend._logged.clear()
     with caplog.at_level(logging.INFO, logger="replayssm_jax.backend"):
         for _ in range(2):
             assert model.init_cache(1, 8).replay.implementation == "xla"
+            assert model.init_cache(1, 8, None).replay == rs.EagerConfig(implementation="xla")
     assert len([record for record in caplog.records if "portable backend" in record.message]) == 1
 
 
-@pytest.mark.skipif(launch.jax_version() < launch.MINIMUM_JAX, reason="older JAX is refused before the sizes")
-def test_b25_sizes_that_the_kernels_cannot_serve_are_named():
-    def spec(**changes):
-        sizes = {
-            "recurrence": "mamba2",
-            "heads": 128,
-            "groups": 8,
-            "head_dim": 64,
-            "d_state": 128,
-            "conv_channels": 10240,
-            "conv_kernel": 4,
-        }
-        return RecurrentSpec(**(sizes | changes))
+class Gpu:
+    """A stand-in for the default device."""
 
-    replay = rs.ReplayConfig(window=4)
-    assert backend.size_refusal(replay, [None, spec()], 256) is None
-    assert backend.size_refusal(replay, [spec(heads=96, head_dim=80)], 256) is None
-    for changes, message in (
-        ({"d_state": 96}, "96"),
-        ({"heads": 6, "groups": 2}, "multiple of 4"),
-        ({"recurrence": "kimi_delta"}, "no Pallas kernels for kimi_delta"),
-        ({"recurrence": "gated_delta", "head_dim": 80, "heads": 64, "groups": 16}, "80"),
-    ):
-        assert message in backend.size_refusal(replay, [spec(**changes)], 256)
-    assert "2^31" in backend.size_refusal(replay, [spec()], 2**12)
+    platform = "gpu"
+
+    def __init__(self, compute_capability):
+        self.compute_capability = compute_capability
 
 
-def portable_step(module):
-    """The contract of the kernels' `step`, by the portable recurrence."""
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "_default_device", lambda: Gpu("9.0"))
+    monkeypatch.setattr(backend, "_logged", set())
+
+
+def spec(**changes):
+    sizes = {
+        "recurrence": "mamba2",
+        "heads": 128,
+        "groups": 8,
+        "head_dim": 64,
+        "d_state": 128,
+        "conv_channels": 10240,
+        "conv_kernel": 4,
+    }
+    return RecurrentSpec(**(sizes | changes))
+
+
+REPLAY = rs.ReplayConfig(window=4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("method", [REPLAY, rs.EagerConfig()])
+def test_b25_auto_takes_the_kernels_on_a_gpu_that_can_serve(method, on_gpu, monkeypatch):
+    for served in (spec(), spec(heads=96, head_dim=80), spec(recurrence="gated_delta", heads=64, groups=16)):
+        resolved = backend.resolve(method, [None, served], 256)
+        assert resolved == dataclasses.replace(method, implementation="pallas")
+        assert backend.resolve(resolved, [None, served], 256) == resolved
+    portable = dataclasses.replace(method, implementation="xla")
+    assert backend.resolve(portable, [spec()], 256) == portable
+    monkeypatch.setattr(backend, "_default_device", lambda: Gpu("8.0"))
+    assert backend.resolve(method, [spec()], 256) == portable
+    with pytest.raises(ValueError, match="Hopper GPU or newer, this one has compute capability 8.0"):
+        backend.resolve(dataclasses.replace(method, implementation="pallas"), [spec()], 256)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("changes", "batch", "reason"),
+    [
+        ({"heads": 2, "groups": 1, "head_dim": 80, "d_state": 96}, 3, "multiple of 64, got 2 x 80"),
+        ({"head_dim": 80, "heads": 32, "d_state": 96}, 7, "d_state must be 64, 128, 192 or 256, got 96"),
+        ({"heads": 6, "groups": 1, "head_dim": 24, "d_state": 18}, 3, "multiple of 64, got 6 x 24"),
+        ({"heads": 6, "groups": 2}, 3, "multiple of 4, got 6"),
+        (
+            {"recurrence": "gated_delta", "heads": 64, "groups": 16, "head_dim": 96, "d_state": 80},
+            7,
+            "d_state must be .* got 80",
+        ),
+        ({"recurrence": "gated_delta", "heads": 64, "groups": 16, "head_dim": 80}, 3, "got 80 and 128"),
+        ({"recurrence": "kimi_delta"}, 3, "no Pallas kernels for kimi_delta"),
+        ({}, 2**12, r"fewer than 2\^31 elements, got 4294967296"),
+    ],
+)
+def test_b23_b25_sizes_that_the_kernels_cannot_serve_are_named(changes, batch, reason, on_gpu, caplog):
+    specs = [spec(), None, spec(**changes)]
+    with pytest.raises(ValueError, match=f'"pallas" cannot be served: .*{reason}'):
+        backend.resolve(dataclasses.replace(REPLAY, implementation="pallas"), specs, batch)
+    with caplog.at_level(logging.INFO, logger="replayssm_jax.backend"):
+        for _ in range(2):
+            assert backend.resolve(REPLAY, specs, batch).implementation == "xla"
+    (record,) = caplog.records
+    assert re.search(f"portable backend: .*{reason}", record.message)
+
+
+def portable_kernels(module, name):
+    """The contract of the kernels' `step` and `eager`, by the portable recurrence."""
+
+    def constants_of(constants):
+        return module.Heads() if constants is None else module.Heads(*constants)
 
     def step(checkpoint, ring, new, reader, constants, plan):
         cursor, counts = plan
         order = jnp.argsort(cursor[:, 0])
         start, length = cursor[order, 1], cursor[order, 2]
         flush = order >= counts[0]
-        heads = module.Heads() if constants is None else module.Heads(*constants)
+        heads = constants_of(constants)
         fold = jnp.where(flush, length, 0)
         checkpoint = module.fold(checkpoint, module.Inputs(*ring), heads, start, fold)
         slots = replay_module.append(module.Inputs(*ring), module.Inputs(*new), start + length)
         outputs = module.window(checkpoint, slots, reader, heads, start + fold, length - fold)
         return outputs, checkpoint, tuple(jax.tree.leaves(slots))
 
-    return step
+    def eager(state, new, reader, constants, plan):
+        cursor, counts = plan
+        outputs, after = module.eager_step(state, module.Inputs(*new), reader, constants_of(constants))
+        served = jnp.argsort(cursor[:, 0]) >= counts[0]
+        return outputs, jnp.where(served[:, None, None, None], after, state)
 
-
-@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
-def test_a_step_hands_the_kernels_what_they_ask_for(family, monkeypatch):
-    name = f"tests.portable_{family}"
     kernels = types.ModuleType(name)
-    kernels.step = portable_step(recurrence.RECURRENCES[family])
-    monkeypatch.setitem(sys.modules, name, kernels)
+    kernels.step, kernels.eager = step, eager
+    return kernels
+
+
+@pytest.mark.parametrize("method", [rs.ReplayConfig(buffer_length=5, window=3), rs.EagerConfig()])
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
+def test_a_step_hands_the_kernels_what_they_ask_for(family, method, monkeypatch):
+    name = f"tests.portable_{family}"
+    monkeypatch.setitem(sys.modules, name, portable_kernels(recurrence.RECURRENCES[family], name))
     monkeypatch.setitem(backend.KERNELS, family, name)
-    model = hot_model(family, layers=1)
+    model, step = hot_model(family, layers=1), jax.jit(replay_module.step_core)
     texts = random_tokens(3, 60)
     expected = full_logits(model, texts)
-    cache = model.init_cache(3, 64, rs.ReplayConfig(buffer_length=5, window=3))
+    cache = model.init_cache(3, 64, method)
     served = dataclasses.replace(cache.replay, implementation="pallas")
-    _, cache = rs.prefill(
-        model, texts[:, :16], np.array([3, 7, 5]), dataclasses.replace(cache, replay=served)
-    )
+    cache = dataclasses.replace(cache, replay=served)
     rng, position = np.random.default_rng(0), np.array([3, 7, 5])
+    _, cache = rs.prefill(model, texts[:, :16], position, cache)
     while position.max() < 40:
-        tokens = np.stack([row[p : p + 3] for row, p in zip(texts, position, strict=True)])
-        logits, cache = rs.step(model, tokens, cache)
+        tokens = np.stack([row[p : p + method.window] for row, p in zip(texts, position, strict=True)])
+        accepted = rng.integers(0, method.window + 1, 3)
+        logits, _, cache = step(model, tokens, cache, accepted > 0)
         for row, p in enumerate(position):
-            assert_close(logits[row], expected[row, p : p + 3])
-        accepted = rng.integers(0, 4, 3)
+            if accepted[row]:
+                assert_close(logits[row], expected[row, p : p + method.window])
         cache, position = rs.commit(cache, accepted), position + accepted
     backend._kernel_step.clear_cache()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(launch.jax_version() < launch.MINIMUM_JAX, reason="the kernels need a newer JAX")
+@needs_kernels
+@pytest.mark.parametrize("method", [rs.ReplayConfig(buffer_length=14, window=2), rs.EagerConfig()])
 @pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
-def test_a_step_with_kernels_lowers_for_cuda_on_any_machine(family):
+def test_a_step_with_kernels_lowers_in_place_for_cuda_on_any_machine(family, method):
     from flax import nnx
 
     from models.nemotron_h import NemotronH
@@ -122,10 +188,17 @@ def test_a_step_with_kernels_lowers_for_cuda_on_any_machine(family):
         return Qwen35(qwen_config(**sizes), rngs=nnx.Rngs(0))
 
     model = randomize(make)
-    cache = model.init_cache(2, 64, rs.ReplayConfig(buffer_length=14, window=2))
+    cache = model.init_cache(2, 64, method)
     cache = dataclasses.replace(cache, replay=dataclasses.replace(cache.replay, implementation="pallas"))
-    tokens = jnp.zeros((2, 2), jnp.int32)
+    tokens = jnp.zeros((2, method.window), jnp.int32)
     lowered = replay_module._step.trace(model, tokens, cache, return_hidden=False).lower(
         lowering_platforms=("cuda",)
     )
-    assert lowered.as_text().count("mosaic_gpu") >= 2
+    text = lowered.as_text()
+    assert text.count("tf.aliasing_output") == len(jax.tree.leaves(cache))
+    calls = re.findall(r"%\d+:(\d+) = stablehlo.custom_call @mosaic_gpu.*", text)
+    aliases = [
+        line.count("output_operand_alias<") for line in text.splitlines() if "custom_call @mosaic_gpu" in line
+    ]
+    assert aliases == [int(results) for results in calls]
+    assert len(aliases) == (1 if isinstance(method, rs.EagerConfig) else 2)
