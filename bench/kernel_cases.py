@@ -17,8 +17,10 @@ BATCHES = tuple(2**i for i in range(11))
 MAIN = ("super", "q122", "nano-4b", "qwen3.5-4b")
 PEERS = {
     "mamba2": ("vllm", "vllm-replay", "authors-replay", "mamba-ssm", "flashinfer", "flashinfer-replay"),
-    "gated_delta": ("vllm", "authors-replay", "fla"),
+    "gated_delta": ("vllm", "fla", "authors-replay"),
 }
+# Peers that are also timed at other batches than 256.
+LEADING = ("vllm", "vllm-replay", "authors-replay", "fla")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,40 +54,34 @@ class Case:
 def cases(names: Iterable[str], batches: Iterable[int], peers: bool) -> list[Case]:
     """Every case of the full benchmark, those of the headline figures first."""
     main = [name for name in names if name in MAIN]
-    batches = sorted(batches, key=lambda batch: (batch != 256, -batch))
+    first, *others = sorted(batches, key=lambda batch: (batch != 256, -batch))
     listed = []
 
-    def add(**fields: Any) -> None:
-        listed.append(Case(**fields))
+    def add(name: str, methods: Iterable[str], **fields: Any) -> None:
+        listed.extend(Case(shape=name, method=method, **fields) for method in methods)
 
-    for batch in batches[:1]:
-        for name in names:
-            add(shape=name, batch=batch, method="replay")
-            add(shape=name, batch=batch, method="eager")
-            for peer in PEERS[SHAPES[name].recurrence] if peers else ():
-                add(shape=name, batch=batch, method=f"peer:{peer}")
+    def of(name: str, chosen: Iterable[str] | None = None) -> list[str]:
+        mine = PEERS[SHAPES[name].recurrence] if peers and name in main else ()
+        return [f"peer:{peer}" for peer in mine if chosen is None or peer in chosen]
+
+    for name in names:
+        add(name, ("replay", "eager", *of(name)), batch=first)
+    for name in main:
+        add(name, ("replay", *of(name, ("authors-replay",))), batch=first, tokens=4)
+        for state in ("bf16", "fp16"):
+            add(name, ("replay", "eager"), batch=first, state=state)
+    for batch in others:
         for name in main:
-            add(shape=name, batch=batch, method="replay", tokens=4)
-            for state in ("bf16", "fp16"):
-                add(shape=name, batch=batch, method="replay", state=state)
-                add(shape=name, batch=batch, method="eager", state=state)
-    for batch in batches[1:]:
+            add(name, ("replay", "eager"), batch=batch)
+    for batch in others:
         for name in main:
-            add(shape=name, batch=batch, method="replay")
-            add(shape=name, batch=batch, method="eager")
-    for batch in batches[1:]:
-        for name in main:
-            for peer in PEERS[SHAPES[name].recurrence] if peers else ():
-                add(shape=name, batch=batch, method=f"peer:{peer}")
-    for batch in batches[:1]:
-        for name in main:
-            for tokens in (2, 8):
-                add(shape=name, batch=batch, method="replay", tokens=tokens)
-            for buffer_length in (8, 32):
-                add(shape=name, batch=batch, method="replay", buffer_length=buffer_length)
-            for peer in PEERS[SHAPES[name].recurrence] if peers else ():
-                if peer not in ("fla", "mamba-ssm"):
-                    add(shape=name, batch=batch, method=f"peer:{peer}", state="bf16")
+            add(name, of(name, LEADING), batch=batch)
+    for name in main:
+        for tokens in (2, 8):
+            add(name, ("replay",), batch=first, tokens=tokens)
+        for buffer_length in (8, 32):
+            add(name, ("replay",), batch=first, buffer_length=buffer_length)
+        add(name, of(name, ("vllm", "vllm-replay", "authors-replay")), batch=first, state="bf16")
     return listed
 
 

@@ -124,7 +124,7 @@ def parser(documentation: str, out: Path) -> argparse.ArgumentParser:
     """Options of a kernel benchmark."""
     made = argparse.ArgumentParser(description=documentation.splitlines()[0])
     made.add_argument("--commit", required=True, help="recorded in the result file")
-    made.add_argument("--shapes", default=",".join(MAIN), help="names of bench/shapes.py")
+    made.add_argument("--shapes", default=",".join((*MAIN, "qwen3.5-27b")), help="names of bench/shapes.py")
     made.add_argument("--repeats", type=int, default=20)
     made.add_argument("--workers", type=int, default=1, help="processes that trace and compile")
     made.add_argument(

@@ -5,11 +5,11 @@ from bench.peers.base import TOLERANCE, Factory, error
 __all__ = ["TOLERANCE", "error", "find"]
 
 
-def find(name: str, recurrence: str) -> Factory:
-    """The peer of that name for a recurrence."""
+def find(name: str, recurrence: str, tokens: int) -> Factory:
+    """The peer of that name for a recurrence: its kernel of one token a step, or of several."""
     from bench.peers import flashinfer, gated_delta, mamba2
 
     for peer in (*mamba2.PEERS, *gated_delta.PEERS, *flashinfer.PEERS):
-        if (peer.name, peer.recurrence) == (name, recurrence):
+        if (peer.name, peer.recurrence, peer.windows) == (name, recurrence, tokens > 1):
             return peer
-    raise ValueError(f"no peer {name!r} for {recurrence}")
+    raise ValueError(f"no peer {name!r} for {recurrence} with {tokens} tokens a step")

@@ -7,17 +7,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from bench.kernel_cases import Case
 from bench.shapes import Shape
 
+Token = dict[str, np.ndarray]
 TOLERANCE = 1e-2  # RMS ratio: bfloat16 outputs (1e-3), and inputs rounded again inside a replay kernel.
 
 
 class Peer(abc.ABC):
     """One layer's decode kernel of another project, holding its PyTorch arrays for `batch` rows.
 
-    `replay` peers keep `cached` tokens a row and flush with the L-th, which goes into the new checkpoint
-    unless `folds_new` is false. Launch parameters are tuples of integers named by `parameters`; `candidates`
-    lists those to sweep. `kernels` are parts of the names of the kernels whose time counts.
+    `replay` peers keep `cached` tokens a row and flush with the L-th, which goes into the new checkpoint.
+    Launch parameters are tuples of integers named by `parameters`; `candidates` lists those to sweep.
+    `kernels` are parts of the names of the kernels whose time counts.
     """
 
     name: ClassVar[str]
@@ -26,22 +28,24 @@ class Peer(abc.ABC):
     parameters: ClassVar[tuple[str, ...]]
     kernels: ClassVar[tuple[str, ...]]
     implementation: ClassVar[str] = "triton"
+    windows: ClassVar[bool] = False
     folds_new: ClassVar[bool] = True
     stamped: ClassVar[bool] = False
 
-    def __init__(self, folder: Path, shape: Shape, batch: int, state: str, buffer_length: int) -> None:
+    def __init__(self, folder: Path, shape: Shape, case: Case) -> None:
         import torch
 
         self.torch, self.folder, self.shape = torch, folder, shape
-        self.batch, self.buffer_length, self.state_format = batch, buffer_length, state
-        self.state_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[state]
-        generator = torch.Generator("cuda").manual_seed(batch)
+        self.batch, self.buffer_length, self.window = case.batch, case.buffer_length, case.tokens
+        self.state_format = case.state
+        self.state_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.state]
+        generator = torch.Generator("cuda").manual_seed(case.batch)
 
         def normal(*size: int, dtype: Any = torch.bfloat16) -> Any:
             return torch.randn(*size, generator=generator, device="cuda", dtype=dtype)
 
         self.normal = normal
-        self.cached = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        self.cached = torch.zeros(case.batch, dtype=torch.int32, device="cuda")
         self.allocate()
 
     @abc.abstractmethod
@@ -57,13 +61,12 @@ class Peer(abc.ABC):
         """Starts one step."""
 
     @abc.abstractmethod
-    def new_token(self, token: dict[str, np.ndarray]) -> None:
-        """Copies the next token into the layer's inputs: values, keys, reader and two scalars a head, see
-        `tokens`."""
+    def new_window(self, window: list[Token]) -> None:
+        """Copies the next T tokens into the layer's inputs."""
 
     @abc.abstractmethod
     def outputs(self) -> Any:
-        """[B, H, V] of the last step."""
+        """[B, T, H, V] of the last step."""
 
     @abc.abstractmethod
     def states(self, parameters: tuple[int, ...]) -> Any:
@@ -90,7 +93,29 @@ class Peer(abc.ABC):
         return any(part in kernel for part in self.kernels)
 
 
-def tokens(shape: Shape, batch: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+class RingPeer(Peer):
+    """A replay peer that folds the committed tokens when the next T do not fit, then adds these, in a ring of
+    `slots`.
+
+    `start` is the slot of a row's first committed token.
+    """
+
+    replay, folds_new = True, False
+    slots: int
+
+    def set_lengths(self, lengths: np.ndarray) -> None:
+        if not hasattr(self, "start"):
+            self.start = self.torch.zeros_like(self.cached)
+        folded = self.cached * (self.cached + self.window > self.buffer_length)
+        self.start.copy_((self.start + folded) % self.slots)
+        self.cached.copy_(self.torch.as_tensor(lengths, dtype=self.torch.int32))
+
+    def cycle(self) -> list[int]:
+        room = self.buffer_length - self.window
+        return [*range(0, room + self.window + 1, self.window), self.window]
+
+
+def tokens(shape: Shape, batch: int, rng: np.random.Generator) -> Token:
     """One random token a row: values [B, H, V], keys and reader [B, G, K] as bfloat16 values, scalars [B, H].
 
     Mamba-2: `first` = dt. Gated DeltaNet: `first` = log decay, `second` = beta; keys and reader have length
@@ -121,9 +146,7 @@ def mamba2_rates(heads: int) -> tuple[np.ndarray, np.ndarray]:
     return np.linspace(-8.0, -1.0, heads, dtype=np.float32), np.ones(heads, np.float32)
 
 
-def serial_step(
-    shape: Shape, state: np.ndarray, token: dict[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
+def serial_step(shape: Shape, state: np.ndarray, token: Token) -> tuple[np.ndarray, np.ndarray]:
     """Outputs [B, H, V] and the new state of one token in float64: the definitions of the recurrences
     (Mamba-2, arXiv 2405.21060; Gated DeltaNet, arXiv 2412.06464)."""
     share = shape.heads // shape.groups
@@ -152,16 +175,18 @@ def error(peer: Peer, parameters: tuple[int, ...], seed: int = 0) -> float:
     state = peer.states(parameters).double().cpu().numpy()
     errors = []
     for length in peer.cycle():
-        token = tokens(peer.shape, peer.batch, rng)
-        peer.new_token(token)
+        window = [tokens(peer.shape, peer.batch, rng) for _ in range(peer.window)]
+        peer.new_window(window)
         peer.set_lengths(np.full(peer.batch, length))
         peer.launch(parameters)
-        before = state
-        wanted, state = serial_step(peer.shape, state, token)
-        errors.append(ratio(peer.outputs(), wanted))
-        if length == peer.buffer_length or not peer.replay:
+        before, wanted = state, []
+        for token in window:
+            one, state = serial_step(peer.shape, state, token)
+            wanted.append(one)
+        errors.append(ratio(peer.outputs(), np.stack(wanted, axis=1)))
+        if length + peer.window > peer.buffer_length or not peer.replay:
             errors.append(ratio(peer.states(parameters), state if peer.folds_new else before))
     return max(errors)
 
 
-Factory = Callable[[Path, Shape, int, str, int], Peer]
+Factory = Callable[[Path, Shape, Case], Peer]

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from bench.peers.base import RingPeer
 from bench.peers.mamba2 import Mamba2Peer
 
 TYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
@@ -50,14 +49,13 @@ class FlashInferEager(Mamba2Peer):
         )  # fmt: skip
 
 
-class FlashInferReplay(Mamba2Peer):
+class FlashInferReplay(RingPeer, Mamba2Peer):
     """FlashInfer's `checkpointing_ssu`: it folds the committed tokens of a full ring, then adds the
     new one."""
 
-    name, replay, implementation = "flashinfer-replay", True, "cuda"
+    name, implementation = "flashinfer-replay", "cuda"
     parameters = ("precompute_heads", "stages", "ctas", "split")
     kernels = ("checkpointing_ssu", "checkpointing")
-    folds_new = False
     stamped = True
 
     def allocate(self) -> None:
@@ -68,11 +66,10 @@ class FlashInferReplay(Mamba2Peer):
         sizes += f"_hpg_{share}_ng_{shape.groups}"
         name = f"checkpointing_ssu_s_{TYPES[self.state_format]}_i_bf16_dt_f32_w_f32_a_f32_si_i32_{sizes}"
         self.module = module(self.folder / "flashinfer", name)
-        slots = self.buffer_length + 1
+        slots = self.slots = self.buffer_length + 1
         self.x_cache = self.normal(self.batch, shape.heads, slots, shape.head_dim)
         self.b_cache = self.normal(self.batch, shape.groups, slots, shape.d_state)
         self.dt_cache = torch.empty(self.batch, shape.heads, slots, device="cuda").uniform_(0.001, 0.1)
-        self.start = torch.zeros(self.batch, dtype=torch.int32, device="cuda")
         old = -(-self.buffer_length // 8) * 8
         rows = (self.batch, shape.heads)
         self.scratch = (
@@ -80,14 +77,6 @@ class FlashInferReplay(Mamba2Peer):
             torch.empty(*rows, 16, device="cuda"),
             torch.empty(*rows, 32, old // 2, dtype=torch.bfloat16, device="cuda"),
         )
-
-    def cycle(self) -> list[int]:
-        return [*range(self.buffer_length + 1), 1]
-
-    def set_lengths(self, lengths: np.ndarray) -> None:
-        full = self.cached == self.buffer_length
-        self.start.copy_((self.start + full * self.buffer_length) % (self.buffer_length + 1))
-        self.cached.copy_(self.torch.as_tensor(lengths, dtype=self.torch.int32))
 
     def candidates(self) -> list[tuple[int, ...]]:
         share = self.shape.heads // self.shape.groups

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers.base import Peer
+from bench.peers.base import Peer, RingPeer, Token
 from bench.peers.loading import Retuned, load, load_vllm
 
 BLOCKS = (8, 16, 32, 64, 128)
@@ -25,24 +25,28 @@ class PackedPeer(Peer):
         shape, torch = self.shape, self.torch
         self.key_width = shape.groups * shape.d_state
         heads = shape.heads
-        self.mixed = self.normal(self.batch, 2 * self.key_width + heads * shape.head_dim)
-        keys = self.mixed[:, : 2 * self.key_width].view(self.batch, 2 * shape.groups, shape.d_state)
+        count = self.batch * self.window
+        self.mixed = self.normal(count, 2 * self.key_width + heads * shape.head_dim)
+        keys = self.mixed[:, : 2 * self.key_width].view(count, 2 * shape.groups, shape.d_state)
         keys /= keys.norm(dim=-1, keepdim=True)
-        self.a = torch.empty(self.batch, heads, device="cuda").uniform_(-7.0, -0.5)
-        self.b = torch.empty(self.batch, heads, device="cuda").uniform_(-2.0, 2.0)
+        self.a = torch.empty(count, heads, device="cuda").uniform_(-7.0, -0.5)
+        self.b = torch.empty(count, heads, device="cuda").uniform_(-2.0, 2.0)
         self.zero = torch.zeros(heads, device="cuda")
         self.state = self.normal(self.batch + 1, heads, shape.head_dim, shape.d_state, dtype=self.state_dtype)
-        self.out = torch.empty(self.batch, 1, heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
-        self.slots = torch.arange(1, self.batch + 1, device="cuda", dtype=torch.int32)
+        self.out = torch.empty(count, 1, heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+        self.slots_of_rows = torch.arange(1, self.batch + 1, device="cuda", dtype=torch.int32)
 
-    def new_token(self, token: dict[str, np.ndarray]) -> None:
-        parts = [token[name].reshape(self.batch, -1) for name in ("reader", "keys", "values")]
+    def new_window(self, window: list[Token]) -> None:
+        joined = {name: np.stack([token[name] for token in window], axis=1) for name in window[0]}
+        count = len(self.mixed)
+        parts = [joined[name].reshape(count, -1) for name in ("reader", "keys", "values")]
         self.mixed.copy_(self.tensor(np.concatenate(parts, axis=1)))
-        self.a.copy_(self.tensor(np.log(np.expm1(-token["first"])), self.torch.float32))
-        self.b.copy_(self.tensor(-np.log(1 / token["second"] - 1), self.torch.float32))
+        first, second = (joined[name].reshape(count, -1) for name in ("first", "second"))
+        self.a.copy_(self.tensor(np.log(np.expm1(-first)), self.torch.float32))
+        self.b.copy_(self.tensor(-np.log(1 / second - 1), self.torch.float32))
 
     def outputs(self) -> Any:
-        return self.out[:, 0]
+        return self.out.view(self.batch, self.window, *self.out.shape[2:])
 
     def states(self, parameters: tuple[int, ...]) -> Any:
         del parameters
@@ -77,7 +81,7 @@ class VllmEager(PackedPeer):
     def launch(self, parameters: tuple[int, ...]) -> None:
         self.kernel.meta = dict(zip(self.parameters, parameters, strict=True))
         self.module.fused_recurrent_gated_delta_rule_packed_decode(
-            self.mixed, self.a, self.b, self.zero, self.zero, 1.0, self.state, self.out, self.slots
+            self.mixed, self.a, self.b, self.zero, self.zero, 1.0, self.state, self.out, self.slots_of_rows
         )
 
 
@@ -112,7 +116,57 @@ class AuthorsReplay(PackedPeer):
         named = dict(zip(self.parameters, parameters, strict=True))
         self.module.fused_recurrent_gated_delta_rule_replayssm(
             self.mixed, self.a, self.b, self.zero, self.zero, 1.0, self.state, self.d_cache, self.k_cache,
-            self.g_cache, self.out, self.slots, self.cached, **named,
+            self.g_cache, self.out, self.slots_of_rows, self.cached, **named,
+        )  # fmt: skip
+
+
+class AuthorsVerify(RingPeer, PackedPeer):
+    """The authors' `gdn_replayssm_spec_decode`: several tokens a step, a ring of a power of two."""
+
+    name, windows = "authors-replay", True
+    parameters = ("block_v", "num_warps", "nk", "num_stages", "flush_nk")
+    kernels = ("gdn_replayssm_spec_circular_kernel",)
+
+    def allocate(self) -> None:
+        super().allocate()
+        (self.module,) = load_vllm(
+            self.folder / "replayssm", "vllm.model_executor.layers.fla.ops.gdn_replayssm_spec_decode"
+        )
+        shape, torch = self.shape, self.torch
+        self.slots = 1 << (self.buffer_length + self.window - 1).bit_length()
+        rows = self.batch + 1
+        self.d_cache = self.normal(rows, shape.heads, self.slots, shape.head_dim)
+        self.k_cache = self.normal(rows, shape.groups, self.slots, shape.d_state)
+        self.k_cache /= self.k_cache.norm(dim=-1, keepdim=True)
+        self.g_cache = -torch.empty(rows, shape.heads, self.slots, device="cuda").uniform_(0.001, 0.5)
+        self.offsets = torch.arange(0, len(self.mixed) + 1, self.window, device="cuda", dtype=torch.int32)
+        self.write_pos, self.origin = (torch.zeros(rows, device="cuda", dtype=torch.int32) for _ in range(2))
+        self.flush = torch.zeros(rows, device="cuda", dtype=torch.int8)
+
+    def set_lengths(self, lengths: np.ndarray) -> None:
+        super().set_lengths(lengths)
+        self.write_pos[1:].copy_(self.cached)
+        self.origin[1:].copy_(self.start)
+        self.flush[1:].copy_(self.cached + self.window > self.buffer_length)
+
+    def candidates(self) -> list[tuple[int, ...]]:
+        return [
+            (block, warps, parts, stages, 2)
+            for block in (32, 64)
+            for warps in (1, 2, 4)
+            for parts in (1, 2, 4)
+            for stages in (2, 3)
+        ] + [(64, 1, 2, 2, 4)]
+
+    def launch(self, parameters: tuple[int, ...]) -> None:
+        *verify, flush_parts = parameters
+        by_name = {"gdn_spec_verify": tuple(verify), "gdn_spec_flush": (64, 1, flush_parts, 2)}
+        self.module.get_replayssm_config = lambda name, **_: by_name[name]
+        self.module.gdn_replayssm_spec_decode(
+            self.mixed, self.a, self.b, self.zero, self.zero, self.state, self.d_cache, self.k_cache,
+            self.g_cache, self.out[:, 0], self.offsets, self.slots_of_rows, self.write_pos, self.origin,
+            self.flush, max_cache_len=self.buffer_length + self.window, max_spec_len=self.window, scale=1.0,
+            use_qk_l2norm_in_kernel=False,
         )  # fmt: skip
 
 
@@ -156,7 +210,8 @@ class FlashLinearAttention(Peer):
         )  # fmt: skip
         self.state, self.new = self.new, None
 
-    def new_token(self, token: dict[str, np.ndarray]) -> None:
+    def new_window(self, window: list[Token]) -> None:
+        (token,) = window
         self.q.copy_(self.tensor(token["reader"])[:, None])
         self.k.copy_(self.tensor(token["keys"])[:, None])
         self.v.copy_(self.tensor(token["values"])[:, None])
@@ -164,10 +219,10 @@ class FlashLinearAttention(Peer):
         self.beta.copy_(self.tensor(token["second"], self.torch.float32)[:, None])
 
     def outputs(self) -> Any:
-        return self.out[:, 0]
+        return self.out
 
     def states(self, parameters: tuple[int, ...]) -> Any:
         return self.state if parameters[2] else self.state.transpose(2, 3)
 
 
-PEERS = (VllmEager, AuthorsReplay, FlashLinearAttention)
+PEERS = (VllmEager, AuthorsReplay, AuthorsVerify, FlashLinearAttention)

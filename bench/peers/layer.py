@@ -17,8 +17,9 @@ class PeerLayer:
     def __init__(self, case: Case, repeats: int, folder: Path) -> None:
         self.case, self.repeats = case, repeats
         shape = SHAPES[case.shape]
-        self.make = functools.partial(peers.find(case.method.removeprefix("peer:"), shape.recurrence), folder)
-        small = self.make(shape, min(case.batch, 16), case.state, case.buffer_length)
+        name = case.method.removeprefix("peer:")
+        self.make = functools.partial(peers.find(name, shape.recurrence, case.tokens), folder)
+        small = self.make(shape, replace(case, batch=min(case.batch, 16)))
         self.candidates = [
             candidate for candidate in small.candidates() if timing.runs(small.launch, candidate)
         ]
@@ -28,11 +29,11 @@ class PeerLayer:
 
     def measure(self) -> list[dict]:
         case = self.case
-        layer = self.make(SHAPES[case.shape], case.batch, case.state, case.buffer_length)
+        layer = self.make(SHAPES[case.shape], case)
         cold = layer.torch.ones(timing.FLUSH_BYTES // 4, device="cuda", dtype=layer.torch.int32)
         clock = {"cool": cold.sum, "wait": layer.wait, "keep": layer.keep}
         length = case.buffer_length
-        layer.set_lengths(phases(case.batch, 1, length)[0])
+        layer.set_lengths(phases(case.batch, case.tokens, length)[0])
         self.best, medians = timing.fastest(self.candidates, layer.launch, **clock)
         listed = (
             programs(case) if layer.replay else [("decode", "synchronised", np.full((1, case.batch), length))]
@@ -51,7 +52,7 @@ class PeerLayer:
                 "launch": dict(zip(layer.parameters, self.best, strict=True)),
                 "swept": len(medians),
             }
-            fields |= bounds(case, read, lengths == length)
+            fields |= bounds(case, read, lengths + case.tokens > length)
             records.append(record(case, np.mean(times, axis=0), operation, phase, **fields))
         self.records = records
         return records
@@ -62,7 +63,7 @@ class PeerLayer:
         shape = SHAPES[self.case.shape]
         if not self.stamped:
             shape = replace(shape, groups=2, heads=2 * (shape.heads // shape.groups))
-        small = self.make(shape, 2, self.case.state, self.case.buffer_length)
+        small = self.make(shape, replace(self.case, batch=2))
         error = float(f"{peers.error(small, self.best):.2g}")
         if not error < peers.TOLERANCE:
             raise RuntimeError(f"wrong results: RMS ratio {error} to the float64 loop")

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bench.peers.base import Peer, mamba2_rates
+from bench.peers.base import Peer, RingPeer, Token, mamba2_rates
 from bench.peers.loading import Retuned, load, load_vllm
 
 OPS = "vllm.model_executor.layers.mamba.ops"
@@ -32,7 +32,8 @@ class Mamba2Peer(Peer):
         self.state = self.normal(self.batch, heads, head_dim, d_state, dtype=self.state_dtype)
         self.out = torch.empty_like(self.x)
 
-    def new_token(self, token: dict[str, np.ndarray]) -> None:
+    def new_window(self, window: list[Token]) -> None:
+        (token,) = window
         self.x.copy_(self.tensor(token["values"]))
         self.b.copy_(self.tensor(token["keys"]))
         self.c.copy_(self.tensor(token["reader"]))
@@ -40,7 +41,7 @@ class Mamba2Peer(Peer):
         self.dt.copy_(self.tensor(token["first"], self.torch.float32))
 
     def outputs(self) -> Any:
-        return self.out
+        return self.out[:, None]
 
     def states(self, parameters: tuple[int, ...]) -> Any:
         del parameters
@@ -140,4 +141,91 @@ class AuthorsReplay(VllmReplay):
         return [(block, warps) for block in (8, 16, 32, 64) for warps in WARPS]
 
 
-PEERS = (VllmEager, MambaSsm, VllmReplay, AuthorsReplay)
+class AuthorsVerify(RingPeer):
+    """The authors' `selective_state_update_replayssm_spec`: several tokens a step, a ring of a power of two.
+
+    x, B and C of a token lie side by side; slot 0 of the state is vLLM's null block.
+    """
+
+    name, recurrence, windows = "authors-replay", "mamba2", True
+    parameters = (
+        "BLOCK_SIZE_M",
+        "num_warps",
+        "DSTATE_TILE",
+        "num_stages",
+        "flush_BLOCK_SIZE_M",
+        "flush_num_warps",
+    )
+    kernels = ("_fused_scatter_precompute_kernel", "_replayssm_spec_nf_kernel", "_replayssm_spec_fl_kernel")
+
+    def allocate(self) -> None:
+        name = f"{OPS}.selective_state_update_replayssm_spec"
+        (self.module,) = load_vllm(self.folder / "replayssm", name)
+        shape, torch = self.shape, self.torch
+        heads, head_dim, d_state = shape.heads, shape.head_dim, shape.d_state
+        self.inner, self.keys = heads * head_dim, shape.groups * d_state
+        self.slots = 1 << (self.buffer_length + self.window - 1).bit_length()
+        rows, count = self.batch + 1, self.batch * self.window
+        a, d = (torch.as_tensor(x, device="cuda") for x in mamba2_rates(heads))
+        self.a = a[:, None, None].expand(heads, head_dim, d_state)
+        self.d = d[:, None].expand(heads, head_dim)
+        self.state = self.normal(rows, heads, head_dim, d_state, dtype=self.state_dtype)
+        self.cache = self.normal(rows, self.slots, self.inner + self.keys)
+        self.dt_cache = torch.empty(rows, heads, self.slots, device="cuda").uniform_(0.001, 0.1)
+        self.mixed = self.normal(count, self.inner + 2 * self.keys)
+        self.dt = torch.empty(count, heads, device="cuda").uniform_(0.001, 0.1)
+        self.out = torch.empty(count, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        block = 1 << (self.window - 1).bit_length()
+        self.products = self.normal(self.batch, shape.groups, self.slots, block)
+        self.offsets = torch.arange(0, count + 1, self.window, device="cuda", dtype=torch.int32)
+        self.rows = torch.arange(1, rows, device="cuda", dtype=torch.int32)
+        self.write_pos, self.origin = (torch.zeros(rows, device="cuda", dtype=torch.int32) for _ in range(2))
+        self.flush = torch.zeros(rows, device="cuda", dtype=torch.int8)
+
+    def new_window(self, window: list[Token]) -> None:
+        parts = [
+            np.concatenate(
+                [token[name].reshape(self.batch, -1) for name in ("values", "keys", "reader")], axis=1
+            )
+            for token in window
+        ]
+        self.mixed.copy_(self.tensor(np.stack(parts, axis=1)).view_as(self.mixed))
+        for token in window:
+            token["first"] = token["first"].astype(np.float32).astype(np.float64)
+        dt = np.stack([token["first"] for token in window], axis=1)
+        self.dt.copy_(self.tensor(dt, self.torch.float32).view_as(self.dt))
+
+    def outputs(self) -> Any:
+        return self.out.view(self.batch, self.window, *self.out.shape[1:])
+
+    def states(self, parameters: tuple[int, ...]) -> Any:
+        del parameters
+        return self.state[1:]
+
+    def set_lengths(self, lengths: np.ndarray) -> None:
+        super().set_lengths(lengths)
+        self.write_pos[1:].copy_(self.cached)
+        self.origin[1:].copy_(self.start)
+        self.flush[1:].copy_(self.cached + self.window > self.buffer_length)
+
+    def candidates(self) -> list[tuple[int, ...]]:
+        reads = [
+            (block, warps, tile, 2) for block in (16, 32, 64) for warps in (1, 2) for tile in (32, 64, 128)
+        ]
+        return [(*read, 32, 1) for read in reads] + [(32, 2, 64, 2, 16, 1), (32, 2, 64, 2, 32, 2)]
+
+    def launch(self, parameters: tuple[int, ...]) -> None:
+        by_name = {
+            "mamba2_spec_verify": parameters[:4],
+            "mamba2_spec_flush": (*parameters[4:], self.shape.d_state, 2),
+        }
+        self.module.get_replayssm_config = lambda name, **_: by_name[name]
+        self.module.selective_state_update_replayssm_spec(
+            self.state, self.cache, self.dt_cache, self.mixed, self.dt, self.a, self.write_pos, self.origin,
+            self.flush, self.offsets, self.rows, max_cache_len=self.buffer_length + self.window,
+            max_spec_len=self.window, d_inner=self.inner, ngroups=self.shape.groups,
+            dstate=self.shape.d_state, D=self.d, dt_softplus=False, out=self.out, bc_pre=self.products,
+        )  # fmt: skip
+
+
+PEERS = (VllmEager, MambaSsm, VllmReplay, AuthorsReplay, AuthorsVerify)
