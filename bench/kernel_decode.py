@@ -1,6 +1,7 @@
 """Decode kernels of one layer on a GPU, ours and other projects', at the true flush rate and against the byte
 floor.
- Times are of the kernels alone (CUPTI), with a cold L2 cache, buffers updated in place; medians with the 10th
+
+Times are of the kernels alone (CUPTI), with a cold L2 cache, buffers updated in place; medians with the 10th
 and 90th percentile. The row plan of a step (a few small XLA kernels, shared by all layers) is not counted.
 Records follow the timing schema of the result files, with `launch` (launch parameters, for peers the fastest
 of a sweep at that batch) and for peers `error` (largest RMS ratio to a float64 loop). `phases` is `random`
@@ -8,9 +9,8 @@ when rows are spread evenly over the cycle between flushes, `synchronised` when 
 of it; `decode` and `verify` are means over a whole cycle. Several tokens a step: each step commits 1 to T of
 them, every count equally often.
 
-    python -m bench.kernel_decode --commit HASH [--shapes super,q122] [--batches 256] [--only WORDS] [--peers
-    DIR] [--workers 8]
-        [--time-limit SECONDS] [--out PATH]
+    python -m bench.kernel_decode --commit HASH [--shapes super,q122] [--batches 256] [--only WORDS]
+        [--peers DIR] [--workers 8] [--time-limit SECONDS] [--out PATH]
 """
 
 import argparse
@@ -23,7 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from bench import result_file
+from bench import peers, result_file
 from bench.kernel_cases import BATCHES, MAIN, Case, cases
 
 
@@ -151,6 +151,8 @@ def main() -> None:
     words = [word for word in options.only.split(",") if word]
     listed = [case for case in listed if not words or any(word in f" {case} " for word in words)]
     result = result_file.head("bench.kernel_decode", options.commit) | {"left_out": {}, "records": []}
+    if options.peers:
+        result["versions"] |= peers.versions(options.peers)
     run(listed, options, result)
     print(table(result["records"]))
     for case, reason in result["left_out"].items():

@@ -1,11 +1,11 @@
 """Launch parameters of our kernels: times of every combination around those of the table in
 `pallas_kernels/launch.py`.
- The window's parameters are crossed; the flush's are varied alone. Prints the fastest of each shape and
+
+The window's parameters are crossed; the flush's are varied alone. Prints the fastest of each shape and
 window by the time of a step at the true flush rate, random phases. Records are those of `bench.kernel_decode`
 with `launch`.
 
-    python -m bench.kernel_sweep --commit HASH [--shapes super,q122] [--windows 1,4] [--workers 8] [--out
-    PATH]
+    python -m bench.kernel_sweep --commit HASH [--shapes super,q122] [--windows 1,4] [--workers 8]
 """
 
 import dataclasses

@@ -1,5 +1,4 @@
-"""Kernel times by CUPTI with a cold L2 cache, for JAX programs and for anything else that runs in this
-process."""
+"""Kernel times by CUPTI with a cold L2 cache, of JAX programs and of anything else in this process."""
 
 import contextlib
 import fcntl

@@ -1,8 +1,19 @@
 """Kernels of other projects, timed beside ours. Nothing of theirs is in this repository: see `loading`."""
 
+import importlib.metadata
+import json
+from pathlib import Path
+
 from bench.peers.base import TOLERANCE, Factory, error
 
-__all__ = ["TOLERANCE", "error", "find"]
+__all__ = ["TOLERANCE", "error", "find", "versions"]
+
+
+def versions(folder: Path) -> dict[str, str]:
+    """Versions of PyTorch, Triton and the peers, the latter from `versions.json` in their folder."""
+    listed = folder / "versions.json"
+    packages = {package: importlib.metadata.version(package) for package in ("torch", "triton")}
+    return packages | (json.loads(listed.read_text()) if listed.exists() else {})
 
 
 def find(name: str, recurrence: str, tokens: int) -> Factory:

@@ -94,8 +94,7 @@ class Peer(abc.ABC):
 
 
 class RingPeer(Peer):
-    """A replay peer that folds the committed tokens when the next T do not fit, then adds these, in a ring of
-    `slots`.
+    """A replay peer with a ring of `slots`: when T tokens do not fit, it folds the committed ones first.
 
     `start` is the slot of a row's first committed token.
     """
@@ -111,8 +110,7 @@ class RingPeer(Peer):
         self.cached.copy_(self.torch.as_tensor(lengths, dtype=self.torch.int32))
 
     def cycle(self) -> list[int]:
-        room = self.buffer_length - self.window
-        return [*range(0, room + self.window + 1, self.window), self.window]
+        return [*range(0, self.buffer_length + 1, self.window), self.window]
 
 
 def tokens(shape: Shape, batch: int, rng: np.random.Generator) -> Token:

@@ -1,5 +1,6 @@
 """FlashInfer's Mamba-2 decode kernels in CUDA C++: `selective_state_update` and `checkpointing_ssu`.
- Its compiler stamps sizes and types into a module. They are loaded through TVM's FFI (package apache-tvm-ffi,
+
+Its compiler stamps sizes and types into a module. They are loaded through TVM's FFI (package apache-tvm-ffi,
 or `tvm_ffi` in the folder) under the names that FlashInfer gives them; a size that has not been compiled is
 left out.
 """

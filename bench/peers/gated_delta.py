@@ -1,5 +1,4 @@
-"""Gated DeltaNet decode kernels of vLLM, of the authors of ReplaySSM and of flash-linear-attention, in
-Triton."""
+"""Gated DeltaNet decode kernels of vLLM, the authors of ReplaySSM and flash-linear-attention, in Triton."""
 
 from typing import Any
 

@@ -2,12 +2,14 @@
 
 The folder (`--peers DIR`) holds, for each peer, a checkout or just the kernel files at their paths inside it:
 
-    vllm/       vLLM: vllm/model_executor/layers/mamba/ops, vllm/third_party/flash_linear_attention/ops
-    replayssm/  the fork of vLLM by the authors of ReplaySSM (Johnny-Liou/ReplaySSM)
-    fla/        flash-linear-attention's fla
-    mamba/      state-spaces/mamba's mamba_ssm
-    flashinfer/ FlashInfer's compiled Mamba modules, *.so
- A kernel file is imported without running the `__init__` of the packages above it, which would pull in a
+- `vllm`: vllm/model_executor/layers/mamba/ops, vllm/third_party/flash_linear_attention/ops
+- `replayssm`: the fork of vLLM by the authors of ReplaySSM (Johnny-Liou/ReplaySSM)
+- `fla`: flash-linear-attention's package of that name
+- `mamba`: mamba_ssm of state-spaces/mamba
+- `flashinfer`: FlashInfer's compiled Mamba modules, *.so
+- `versions.json`: an object of their versions, for the result file
+
+A kernel file is imported without running the `__init__` of the packages above it, which would pull in a
 whole server.
 """
 
