@@ -144,11 +144,6 @@ def _layer(spec: LayerSpec, heads, batch: int, max_length: int, replay: Decoding
     )
 
 
-def row_seeds(seed: int, rows: Int32[Array, " n"]) -> UInt32[Array, " n"]:
-    """One uint32 seed a row (or prompt): hash of (seed, index)."""
-    return hash_uint32(jnp.uint32(seed % 2**32), rows.astype(jnp.uint32))
-
-
 def init_cache(
     specs: tuple[LayerSpec, ...],
     heads: tuple,
@@ -173,20 +168,37 @@ def init_cache(
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
     replay = resolve(_method(replay), specs, int(batch))
-    flush_at = _checked_flush_at(flush_at, batch, replay)
+    flush_at = jnp.asarray(_checked_flush_at(flush_at, batch, replay), jnp.int32)
+    sizes = {"specs": specs, "batch": int(batch), "max_length": int(max_length), "replay": replay}
+    return _empty(heads, flush_at, np.uint32(seed % 2**32), dtype=jnp.dtype(dtype), **sizes)
+
+
+# One program, not one for every buffer: on a GPU each of those takes a tenth of a second to compile.
+@functools.partial(jax.jit, static_argnames=("specs", "batch", "max_length", "replay", "dtype"))
+def _empty(
+    heads: tuple,
+    flush_at: Int32[Array, "..."],
+    seed: UInt32[Array, ""],
+    *,
+    specs: tuple[LayerSpec, ...],
+    batch: int,
+    max_length: int,
+    replay: DecodingConfig,
+    dtype: Any,
+) -> Cache:
     count = jnp.zeros((batch,), jnp.int32)
     return Cache(
         layers=tuple(
-            _layer(spec, constants, batch, int(max_length), replay, dtype)
+            _layer(spec, constants, batch, max_length, replay, dtype)
             for spec, constants in zip(specs, heads, strict=True)
         ),
         start=count,
         length=jnp.copy(count),
         pending=jnp.copy(count),
-        flush_at=jnp.broadcast_to(jnp.asarray(flush_at, jnp.int32), (batch,)),
-        seed=row_seeds(seed, jnp.arange(batch, dtype=jnp.int32)),
+        flush_at=jnp.broadcast_to(flush_at, (batch,)),
+        seed=hash_uint32(seed, jnp.arange(batch, dtype=jnp.uint32)),
         replay=replay,
-        max_length=int(max_length),
+        max_length=max_length,
     )
 
 
