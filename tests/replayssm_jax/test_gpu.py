@@ -123,7 +123,8 @@ def test_steps_equal_those_of_the_portable_backend(family, method):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_steps_equal_those_of_the_portable_backend(family):
-    check_steps(family, DECODE, "pallas", jnp.bfloat16, bound=5e-2)
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention promotes
+        check_steps(family, DECODE, "pallas", jnp.bfloat16, bound=5e-2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
