@@ -36,9 +36,10 @@ def test_step_at_other_buffer_lengths(name, buffer_length):
     check_step(draw(name, 1, buffer_length), [False, True, False, True])
 
 
+@pytest.mark.parametrize("activation", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("name", ["super", "q122"])
-def test_step_with_float32_inputs(name):
-    check_step(draw(name, 1, activation=jnp.float32), [True, False, True, False])
+def test_step_with_other_inputs(name, activation):
+    check_step(draw(name, 1, activation=activation), [True, False, True, False])
 
 
 @pytest.mark.parametrize(("state", "bound"), [(jnp.bfloat16, 4e-3), (jnp.float16, 5e-4)])
