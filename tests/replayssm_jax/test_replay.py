@@ -12,50 +12,16 @@ from hypothesis import strategies as st
 import replayssm_jax as rs
 from replayssm_jax import cache as cache_module
 from replayssm_jax import replay as replay_module
-from replayssm_jax.cache import RecurrentLayer
+from tests.replayssm_jax.states import (
+    MAX_LENGTH,
+    WIDE,
+    assert_same_state,
+    conv_windows,
+    prefilled,
+    states_of,
+    windows,
+)
 from tests.tiny_models import FAMILIES, VOCAB, assert_close, full_logits, hot_model, random_tokens
-
-# Few shapes and configurations, so that most tests find their programs compiled.
-MAX_LENGTH = 64
-WIDE = rs.ReplayConfig(buffer_length=8, window=8)
-
-
-def prefilled(model, texts, lengths, replay, **options):
-    """A cache holding texts[i, :lengths[i]], and the logits after them."""
-    cache = model.init_cache(len(texts), MAX_LENGTH, replay, **options)
-    return rs.prefill(model, texts[:, :16], np.asarray(lengths, np.int32), cache)
-
-
-def windows(texts, position, count):
-    return np.stack([row[p : p + count] for row, p in zip(texts, position, strict=True)])
-
-
-def states_of(model, texts, position):
-    """Materialised states of texts[i, :position[i]] by one eager prefill a row, from nothing."""
-    padded = np.zeros((len(texts), 56), np.int32)
-    padded[:, : texts.shape[1]] = texts[:, :56]
-    cache = model.init_cache(len(texts), MAX_LENGTH, None)
-    _, cache = rs.prefill(model, padded, np.asarray(position, np.int32), cache)
-    return rs.materialize(cache), conv_windows(cache)
-
-
-def conv_windows(cache):
-    """The last taps - 1 convolution columns of every row, oldest first; zero before position 0."""
-    windows = []
-    for layer in cache.layers:
-        if isinstance(layer, RecurrentLayer):
-            past = layer.conv.shape[1] - cache.window
-            index = (np.asarray(cache.position)[:, None] + np.arange(-past, 0)) % layer.conv.shape[1]
-            windows.append(np.take_along_axis(np.asarray(layer.conv), index[:, :, None], axis=1))
-    return windows
-
-
-def assert_same_state(model, cache, texts):
-    states, windows = states_of(model, texts, cache.position)
-    for actual, expected in zip(rs.materialize(cache), states, strict=True):
-        assert_close(actual, expected)
-    for actual, expected in zip(conv_windows(cache), windows, strict=True):
-        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
