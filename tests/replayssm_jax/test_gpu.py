@@ -1,7 +1,7 @@
-"""Steps of whole models with the GPU kernels: `pytest -m gpu tests/replayssm_jax`.
+"""Steps of models with the GPU kernels: `pytest -m gpu tests/replayssm_jax`.
 
-The other side of every comparison runs on the CPU of the same machine, where compiling takes a tenth of the
-time that it takes for the GPU.
+Nearly all of the time is compilation for the GPU. So models have one recurrent layer, prompts are fed on the
+CPU of the same machine, and the other side of every comparison runs there too.
 """
 
 import functools
@@ -50,9 +50,10 @@ def to_gpu(tree):
 def cpu_model(family, dtype=jnp.float32):
     def make():
         if family == "mamba2":
-            sizes = {"mamba_num_heads": 8, "mamba_head_dim": 80, "d_state": 128, "layer_pattern": "MM*"}
+            sizes = {"mamba_num_heads": 8, "mamba_head_dim": 80, "d_state": 128, "layer_pattern": "M-"}
             return NemotronH(nemotron_config(**sizes), dtype=dtype, rngs=nnx.Rngs(0))
         sizes = {"value_heads": 4, "key_head_dim": 128, "value_head_dim": 128}
+        sizes["layer_types"] = ("linear_attention",)
         return Qwen35(qwen_config(**sizes), dtype=dtype, rngs=nnx.Rngs(0))
 
     with on_cpu():
@@ -115,7 +116,7 @@ def check_steps(family, method, implementation, dtype=jnp.float32, *, bound):
         assert rms_error(state, truth) < bound
 
 
-@pytest.mark.parametrize("method", [VERIFY, DECODE, rs.EagerConfig()], ids=["verify", "decode", "eager"])
+@pytest.mark.parametrize("method", [VERIFY, rs.EagerConfig()], ids=["verify", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_equal_those_of_the_portable_backend(family, method):
     check_steps(family, method, "pallas", bound=1e-4)
@@ -161,21 +162,20 @@ def test_auto_takes_the_kernels_where_they_serve():
         assert small.init_cache(1, 8).replay.implementation == "xla"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generate_writes_the_same_text_with_the_kernels(family):
-    texts = []
-    for model, device in (
-        (cpu_model(family), on_cpu()),
-        (to_gpu(cpu_model(family)), jax.default_device(None)),
-    ):
+def test_generate_writes_the_same_text_with_the_kernels():
+    def generate(model):
         loaded = rs.Loaded(
             model=model, config=model.config, tokenizer=None, stop_ids=(), vocab_size=VOCAB, path=Path()
         )
-        with device, jax.default_matmul_precision("highest"):
-            out = rs.generate(loaded, [[1, 2, 3], [4, 5], [6]], rs.Sampling(max_new_tokens=40), max_rows=2)
-        texts.append(out)
-    assert texts[1].tokens == texts[0].tokens
-    np.testing.assert_allclose(texts[1].logprobs, texts[0].logprobs, atol=1e-3)
+        with jax.default_matmul_precision("highest"):
+            return rs.generate(loaded, [[1, 2, 3], [4, 5]], rs.Sampling(max_new_tokens=40))
+
+    with on_cpu():
+        expected = generate(cpu_model("mamba2"))
+    ours = generate(to_gpu(cpu_model("mamba2")))
+    assert ours.cache.replay.implementation == "pallas"
+    assert ours.tokens == expected.tokens
+    np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", list(RECURRENCES))
