@@ -26,7 +26,7 @@ def resolve(method: DecodingConfig, specs: Sequence[Any], batch: int) -> Decodin
     """
     if method.implementation == "xla":
         return method
-    reason = _refusal(method, specs, batch)
+    reason = device_refusal() or size_refusal(method, specs, batch)
     if reason is None:
         return dataclasses.replace(method, implementation="pallas")
     if method.implementation == "pallas":
@@ -37,8 +37,8 @@ def resolve(method: DecodingConfig, specs: Sequence[Any], batch: int) -> Decodin
     return dataclasses.replace(method, implementation="xla")
 
 
-def _refusal(method: DecodingConfig, specs: Sequence[Any], batch: int) -> str | None:
-    """Why the GPU kernels cannot serve a cache; None when they can."""
+def device_refusal() -> str | None:
+    """Why the GPU kernels cannot serve here, with this JAX on the default device; None when they can."""
     from pallas_kernels import launch
 
     try:
@@ -51,7 +51,7 @@ def _refusal(method: DecodingConfig, specs: Sequence[Any], batch: int) -> str | 
     capability = str(getattr(device, "compute_capability", "0.0"))
     if float(capability) < 9.0:
         return f"the Pallas kernels need a Hopper GPU or newer, this one has compute capability {capability}"
-    return size_refusal(method, specs, batch)
+    return None
 
 
 def _default_device() -> Any:

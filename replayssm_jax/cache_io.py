@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax.backend import device_refusal
 from replayssm_jax.cache import AttentionLayer, Cache, RecurrentLayer, check_usable
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.recurrence import RECURRENCES
@@ -119,8 +120,8 @@ def _restored(path: Path, about: dict[str, Any]) -> Cache:
 
 
 def _served(replay: DecodingConfig) -> DecodingConfig:
-    """The portable backend reads any ring; the kernels' caches go on with it where there is no GPU."""
-    if replay.implementation == "pallas" and jax.default_backend() != "gpu":
+    """The portable backend reads any ring; the kernels' caches go on with it where they cannot run."""
+    if replay.implementation == "pallas" and device_refusal() is not None:
         return dataclasses.replace(replay, implementation="xla")
     return replay
 
