@@ -23,6 +23,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -71,8 +72,11 @@ def build(config: ModelConfig, dtype) -> HybridModel:
     return FAMILIES[type(config)][0](config, dtype=dtype, rngs=nnx.Rngs(0))
 
 
-def initial_parameters(config) -> nnx.State:
-    """Float32 weights: each block's last products shrunk by sqrt(2 layers), steps dt from 0.01 to 0.1."""
+def initial_parameters(config, start: Path | None = None) -> nnx.State:
+    """Float32 weights: each block's last products shrunk by sqrt(2 layers), steps dt from 0.01 to 0.1.
+
+    start: a checkpoint of the same sizes whose parameters are taken instead, where it has them.
+    """
     params = nnx.state(build(config, jnp.float32))
     depth = len(params["layers"])
 
@@ -85,7 +89,11 @@ def initial_parameters(config) -> nnx.State:
             return dt + jnp.log(-jnp.expm1(-dt))
         return value
 
-    return jax.tree_util.tree_map_with_path(adjust, params)
+    params = jax.tree_util.tree_map_with_path(adjust, params)
+    if start is None:
+        return params
+    found = dict(nnx.to_flat_state(nnx.state(load_model(start, jnp.float32))))
+    return nnx.from_flat_state([(path, found.get(path, value)) for path, value in nnx.to_flat_state(params)])
 
 
 def dropped(x, rate: float, key):
@@ -278,16 +286,24 @@ def evaluate(trainer: Trainer, params, tokens: np.ndarray, size: int) -> tuple[f
 
 
 def compile_all(trainer: Trainer, state) -> None:
-    """Compiles the programs of a run, so that its clock counts training only."""
-    for length, batch, _ in trainer.recipe.phases:
-        trainer.run(jax.tree.map(jnp.copy, state), trainer.texts, 0, 0.0, length, batch)
-    jax.block_until_ready(trainer.score(state[0], np.zeros((16, 1025), np.int32)))
+    """Compiles the programs of a run side by side, so that its clock counts training only."""
+
+    def run(length: int, batch: int):
+        return trainer.run(jax.tree.map(jnp.copy, state), trainer.texts, 0, 0.0, length, batch)
+
+    def score():
+        return trainer.score(state[0], np.zeros((16, 1025), np.int32))
+
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(run, length, batch) for length, batch, _ in trainer.recipe.phases]
+        jax.block_until_ready([job.result() for job in [*jobs, pool.submit(score)]])
 
 
 def train(trainer: Trainer, config, data: Path, arguments) -> tuple:
     """Runs all steps, or those that a saved run still lacks; returns the parameters and the records."""
     recipe = trainer.recipe
-    state = trainer.start(initial_parameters(config))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # compiles its many programs fastest
+        state = trainer.start(initial_parameters(config, arguments.start))
     select = {kind: np.load(data / f"select_{kind}.npy") for kind in KINDS}
     sizes = json.loads((data / "text.json").read_text())["parts"]
     progress = {"step": 0, "records": [], "seconds": 0.0, "tokens": 0}
@@ -332,6 +348,19 @@ def train(trainer: Trainer, config, data: Path, arguments) -> tuple:
     return state[0], progress["records"]
 
 
+def held_out(directory: Path, data: Path) -> dict:
+    """The figures of a checkpoint on the `test` files."""
+    parts, figures, least = json.loads((data / "text.json").read_text())["parts"], {}, math.inf
+    score = functools.partial(jax.jit(scores), load_model(directory, jnp.float32))
+    with jax.default_matmul_precision("highest"):
+        for kind in KINDS:
+            size = parts[f"test_{kind}"]["bytes"]
+            bits, dt = bits_a_byte(score, np.load(data / f"test_{kind}.npy"), size, CONTEXT, CONTEXT // 2)
+            figures |= {f"test_{kind}": round(bits, 4), f"test_{kind}_bytes": size}
+            least = min(least, dt)
+    return figures | {"least_dt": None if math.isinf(least) else round(least, 6)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains an embedded checkpoint.")
     parser.add_argument("name", choices=CONFIGS)
@@ -342,6 +371,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3.0, help="training time, compilation not counted")
     parser.add_argument("--steps", type=int, help="steps, instead of --minutes")
     parser.add_argument("--work", type=Path, help="folder of the saved progress")
+    parser.add_argument("--start", type=Path, help="checkpoint to go on from, instead of random weights")
+    parser.add_argument("--skip-test", action="store_true", help="leave the test files to evaluate_embedded")
     parser.add_argument("--evaluations", type=int, default=10, help="evaluations on the select files")
     for field in dataclasses.fields(Recipe):
         if field.name != "phases":
@@ -360,17 +391,9 @@ def main() -> None:
     directory = arguments.out / arguments.name
     write_checkpoint(directory, arguments.name, params, arguments.data)
 
-    parts = json.loads((arguments.data / "text.json").read_text())["parts"]
-    final, least = {"final": True, "parameters": sum(p.size for p in jax.tree.leaves(params))}, math.inf
-    score = functools.partial(jax.jit(scores), load_model(directory, jnp.float32))
-    with jax.default_matmul_precision("highest"):
-        for kind in KINDS:
-            size = parts[f"test_{kind}"]["bytes"]
-            tokens = np.load(arguments.data / f"test_{kind}.npy")
-            bits, dt = bits_a_byte(score, tokens, size, CONTEXT, CONTEXT // 2)
-            final |= {f"test_{kind}": round(bits, 4), f"test_{kind}_bytes": size}
-            least = min(least, dt)
-    final["least_dt"] = None if math.isinf(least) else round(least, 6)
+    final: dict = {"final": True, "parameters": sum(p.size for p in jax.tree.leaves(params))}
+    if not arguments.skip_test:
+        final |= held_out(directory, arguments.data)
     print(json.dumps(final))
     result = result_file.head("bench.train_embedded", arguments.commit)
     result |= {"recipe": dataclasses.asdict(recipe), "records": [*records, final]}

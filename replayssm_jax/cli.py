@@ -127,7 +127,7 @@ def _generate(options: argparse.Namespace) -> None:
     )
     replay = ReplayConfig(buffer_length=options.buffer_length) if options.mode == "replay" else None
     speculative = _speculative(options, replay)
-    loaded = load(options.model, dtype=options.dtype)
+    loaded = load(options.model, dtype=options.dtype, mtp=options.draft == "mtp")
     if loaded.tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer, which a text prompt needs.")
     prompt = _chat(loaded.tokenizer, options.prompt) if options.chat else options.prompt
@@ -166,7 +166,7 @@ def _speculative(options: argparse.Namespace, replay: Any) -> Any:
         if options.draft_tokens is not None:
             raise ValueError("--draft-tokens needs --draft.")
         return None
-    drafter = options.draft if options.draft in NAMES else load(options.draft, dtype=options.dtype)
+    drafter = options.draft if options.draft in NAMES else load(options.draft, dtype=options.dtype, mtp=False)
     count = {} if options.draft_tokens is None else {"draft_tokens": options.draft_tokens}
     speculative = Speculative(drafter, **count)
     with_window(replay, speculative)

@@ -98,7 +98,8 @@ def _mamba2(c, p, h):
     mixed = _silu(_conv(mixed, p["conv1d.weight"], p.get("conv1d.bias", 0.0)))
     x, b, key = np.split(mixed, (inner, inner + groups * n), axis=-1)
     x, b, key = _heads(x, width), _heads(b, n), _heads(key, n)
-    dt = np.clip(np.logaddexp(0, dt + p["dt_bias"]), *[float(bound) for bound in c["time_step_limit"]])
+    low, high = (float(bound) for bound in c["time_step_limit"])
+    dt = np.clip(np.logaddexp(0, dt + p["dt_bias"]), low, high)
     state, out = np.zeros((heads, width, n)), []
     group = np.arange(heads) // (heads // groups)
     for t in range(len(h)):
