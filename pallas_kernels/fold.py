@@ -3,7 +3,7 @@ registers.
 
 A flush folds the committed tokens, stores the tile and then continues with the call's tokens without storing;
 an eager step has no history and stores after every token, into the slot of its position where several states
-a row are kept. Tokens are applied one after the other, as the recurrence is written.
+a row are kept.
 """
 
 import dataclasses
@@ -15,16 +15,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.blocks import BLOCK, Fold, block_layout, fold_block, read_block
 from pallas_kernels.launch import TILE, mosaic_gpu
 from pallas_kernels.pipeline import (
+    SM_SHARED_BYTES,
+    SMS,
     Geometry,
     Operands,
     granule_live,
     pin_plain,
     row_products,
     row_sums,
+    shared_bytes,
     tiled_layout,
 )
+
+STAGES = 2
 
 
 def state_layout(plgpu: Any) -> Any:
@@ -42,32 +48,42 @@ class Tile:
     fused: bool
     constants: tuple
 
+    def times(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
+        """matrix [64, K] x vector [K]."""
+        return row_sums(row_products(self.plgpu, self.layout, [(matrix, vector)], self.fused))
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenRule:
     """How a recurrence moves a tile.
 
-    token(tile, state, value [64], key [K], scalars) -> state applies one token; output(tile, readout [64],
-    value) -> [64]; history(tile, state, length, read, read_scalars) -> state folds the committed tokens:
-    read(j) gives value, key and scalars of the j-th, read_scalars(j) the scalars alone (a scalar each, or
-    [64] where a tile holds several heads).
+    token(tile, state, value [64], key [K], scalars) -> state applies one token; reads_key: it also takes the
+    old state times the key [64]. read(tile, readouts, value, scalars) -> [64] is the token's output, from the
+    old state times the reader [64], key . reader and, reads_key, the old state times the key. history(tile,
+    state, length, read, read_scalars) -> state folds the committed tokens: read(j) gives value, key and
+    scalars of the j-th, read_scalars(j) the scalars alone (a scalar each, or [64] where a tile holds several
+    heads). block folds up to 16 of them at once, in the lanes of a warp.
     """
 
     token: Callable[..., jax.Array]
-    output: Callable[..., jax.Array]
+    read: Callable[..., jax.Array]
     history: Callable[..., jax.Array]
+    block: Fold
+    reads_key: bool
     scalars: int
     head_constants: int
 
 
 def one_by_one(token: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The history rule that applies the tokens in order."""
+    """The history rule that applies the tokens of a rule that reads the key in order."""
 
     def history(
         tile: Tile, state: jax.Array, length: jax.Array, read: Callable, read_scalars: Callable
     ) -> jax.Array:
         def step(j: jax.Array, state: jax.Array) -> jax.Array:
-            return tile.plgpu.layout_cast(token(tile, state, *read(j)), tile.layout)
+            value, key, scalars = read(j)
+            state = token(tile, state, value, key, scalars, tile.times(state, key))
+            return tile.plgpu.layout_cast(state, tile.layout)
 
         return lax.fori_loop(0, length, step, state)
 
@@ -103,24 +119,45 @@ def fold_tiles(
     granules = ring // granule if history else 0
     value_dtype, key_dtype = operands.new_values.dtype, operands.new_keys.dtype
     state_dtype = operands.state.dtype
-    layout = state_layout(plgpu)
+    # Exact products need bfloat16 inputs; a warp's 16 rows must share a head.
+    sixteen = {jnp.dtype(x.dtype) for x in (operands.new_values, operands.new_keys, operands.reader)}
+    blocks = history and fused and sixteen == {jnp.dtype(jnp.bfloat16)} and not geo.head_dim % BLOCK
+    layout = block_layout(plgpu) if blocks else state_layout(plgpu)
     width = 8
-    copies = 2 * granules + rule.scalars
     has_constants = operands.constants is not None
+    planned = operands.cursor is not None
 
-    scratch = (
-        {
-            "values": plgpu.SMEM((ring, TILE), value_dtype),
-            "keys": plgpu.SMEM((ring, geo.d_state), key_dtype),
-            "scalars": tuple(plgpu.SMEM((ring, width), jnp.float32) for _ in range(rule.scalars)),
-            "barrier": plgpu.Barrier(num_arrivals=copies),
+    def staged(*shape: int, dtype: Any) -> Any:
+        return plgpu.SMEM((STAGES, *shape), dtype)
+
+    scratch = {}
+    if history:
+        scratch = {
+            "tile": staged(TILE, geo.d_state, dtype=state_dtype),
+            "values": staged(ring, TILE, dtype=value_dtype),
+            "keys": staged(ring, geo.d_state, dtype=key_dtype),
+            "scalars": tuple(staged(ring, width, dtype=jnp.float32) for _ in range(rule.scalars)),
+            "new_values": staged(tokens, TILE, dtype=value_dtype),
+            "new_keys": staged(tokens, geo.d_state, dtype=key_dtype),
+            "reader": staged(tokens, geo.d_state, dtype=operands.reader.dtype),
+            # Copies begin at multiples of 128 bytes.
+            "new_scalars": tuple(staged(8, width, dtype=jnp.float32) for _ in range(rule.scalars)),
         }
-        if history
-        else {}
-    )
+        ctas = min(ctas, SMS * (SM_SHARED_BYTES // (shared_bytes(scratch) + 1024)))
+        copies = 4 + 2 * granules + 2 * rule.scalars
+        scratch["barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES)
 
     def body(
-        *refs: Any, values: Any = None, keys: Any = None, scalars: tuple = (), barrier: Any = None
+        *refs: Any,
+        tile: Any = None,
+        values: Any = None,
+        keys: Any = None,
+        scalars: tuple = (),
+        new_values: Any = None,
+        new_keys: Any = None,
+        reader: Any = None,
+        new_scalars: tuple = (),
+        barrier: Any = None,
     ) -> None:
         out, state, *rest = refs
         if history:
@@ -128,47 +165,66 @@ def fold_tiles(
             scalar_rings, rest = rest[: rule.scalars], rest[rule.scalars :]
         values_in, keys_in, *rest = rest
         scalars_in, rest = rest[: rule.scalars], rest[rule.scalars :]
-        reader_in, cursor_in, counts_in, *constants_in = rest
+        reader_in, *rest = rest
+        if planned:
+            cursor_in, counts_in, *rest = rest
+        constants_in = rest
         if fused and history:
-            pin_plain(plgpu, [values, keys, *scalars])
+            pin_plain(plgpu, [tile, values, keys, *scalars, new_values, new_keys, reader, *new_scalars])
         if overlap and fused:
             plgpu.griddepcontrol_launch_dependents()
-        total = counts_in[1] * row_tiles
         cta = lax.axis_index("cta")
+        total = (counts_in[1] if planned else geo.batch) * row_tiles
+        steps = lax.div(jnp.maximum(total - cta + ctas - 1, 0), ctas)
+
+        def locate(step: jax.Array) -> tuple:
+            """Row, start and length, group, tile in the group, its first head and a copy's first head."""
+            index = cta + step * ctas
+            row, within = lax.div(index, row_tiles), lax.rem(index, row_tiles)
+            start = length = jnp.int32(0)
+            if planned:
+                # From the end of the list, so that the cursor's address does not depend on the counts.
+                at = geo.batch - 1 - row
+                row, start, length = cursor_in[at, 0], cursor_in[at, 1], cursor_in[at, 2]
+            group, part = lax.div(within, tiles), lax.rem(within, tiles)
+            head = group * geo.group_heads + lax.div(part * TILE, geo.head_dim)
+            aligned = jnp.minimum(lax.div(head, 4) * 4, max(geo.heads - width, 0))
+            return row, start, length, group, part, head, aligned
+
+        def issue(step: jax.Array, stage: jax.Array) -> None:
+            row, start, length, group, part, _, aligned = locate(step)
+            block, landed = row * groups + group, barrier.at[stage]
+            plgpu.copy_gmem_to_smem(state.at[block * tiles + part], tile.at[stage], landed)
+            for g in range(granules):
+                live = granule_live(g * granule, granule, start, length, ring)
+                source = block if interpret is not None else jnp.where(live, block, geo.batch * groups)
+                rows = pl.ds(g * granule, granule)
+                plgpu.copy_gmem_to_smem(values_ring.at[source, rows, part], values.at[stage, rows], landed)
+                plgpu.copy_gmem_to_smem(keys_ring.at[source, rows], keys.at[stage, rows], landed)
+            plgpu.copy_gmem_to_smem(values_in.at[block, :, part], new_values.at[stage], landed)
+            plgpu.copy_gmem_to_smem(keys_in.at[block], new_keys.at[stage], landed)
+            plgpu.copy_gmem_to_smem(reader_in.at[block], reader.at[stage], landed)
+            heads = pl.ds(aligned, width)
+            for sources, targets, count in ((scalar_rings, scalars, ring), (scalars_in, new_scalars, tokens)):
+                for source, target in zip(sources, targets, strict=True):
+                    into = target.at[stage, pl.ds(0, count)]
+                    plgpu.copy_gmem_to_smem(source.at[row, :, heads], into, landed)
 
         def serve(step: jax.Array, carry: None) -> None:
-            index = cta + step * ctas
-            at = geo.batch - counts_in[1] + lax.div(index, row_tiles)
-            within = lax.rem(index, row_tiles)
-            row, start, length = cursor_in[at, 0], cursor_in[at, 1], cursor_in[at, 2]
-            group, tile = lax.div(within, tiles), lax.rem(within, tiles)
+            row, start, length, group, part, first_head, aligned = locate(step)
+            stage = lax.rem(step, STAGES)
             block = row * groups + group
 
             def place_of(token: int) -> jax.Array:
                 """Where the state after the call's token lies; -1: the last one before the call."""
                 slot = lax.rem(start + (token + states), states) if states > 1 else 0
-                return slot * (geo.batch * row_tiles) + row * row_tiles + within
+                return (slot * (geo.batch * groups) + block) * tiles + part
 
             place = place_of(-1)
-            head = lax.div(tile * TILE, geo.head_dim)
-            first_head = group * geo.group_heads + head
-
-            if history:
-                for g in range(granules):
-                    live = granule_live(g * granule, granule, start, length, ring)
-                    source = block if interpret is not None else jnp.where(live, block, geo.batch * groups)
-                    rows = pl.ds(g * granule, granule)
-                    plgpu.copy_gmem_to_smem(values_ring.at[source, rows, tile], values.at[rows], barrier)
-                    plgpu.copy_gmem_to_smem(keys_ring.at[source, rows], keys.at[rows], barrier)
-                aligned = jnp.minimum(lax.div(first_head, 4) * 4, max(geo.heads - width, 0))
-                for source, target in zip(scalar_rings, scalars, strict=True):
-                    plgpu.copy_gmem_to_smem(source.at[row, :, pl.ds(aligned, width)], target, barrier)
-
-            matrix = plgpu.load(state.at[place], layout=layout, optimized=False).astype(jnp.float32)
-
+            head = first_head - group * geo.group_heads
             if geo.tile_heads > 1:
                 rows_of = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
-                row_head = lax.div(tile * TILE + rows_of, geo.head_dim)
+                row_head = lax.div(part * TILE + rows_of, geo.head_dim)
 
             def a_row(pick: Callable[[jax.Array], jax.Array]) -> jax.Array:
                 """A scalar of the tile's head, or [64] values where a tile holds rows of several heads."""
@@ -188,19 +244,41 @@ def fold_tiles(
             tile_rule = Tile(plgpu, layout, fused, constants)
 
             if history:
-                plgpu.barrier_wait(barrier)
+                ring_values, ring_keys = values.at[stage], keys.at[stage]
+                ring_scalars = tuple(s.at[stage] for s in scalars)
+                value_of, key_of, reader_of = new_values.at[stage], new_keys.at[stage], reader.at[stage]
+                plgpu.barrier_wait(barrier.at[stage])
+                matrix = plgpu.load(tile.at[stage], layout=layout, optimized=False).astype(jnp.float32)
+
+                def scalar_of(s: Any, at: Any) -> jax.Array:
+                    return a_row(lambda k: s[stage, at, first_head + k - aligned])
 
                 def read_scalars(j: jax.Array) -> tuple:
                     slot = lax.rem(start + j, ring)
-                    return tuple(a_row(lambda k, s=s: s[slot, first_head + k - aligned]) for s in scalars)
+                    return tuple(scalar_of(s, slot) for s in scalars)
 
                 def read(j: jax.Array) -> tuple:
                     slot = lax.rem(start + j, ring)
-                    value = plgpu.load(values.at[slot], layout=layout.reduce(1), optimized=False)
-                    key = plgpu.load(keys.at[slot], layout=layout.reduce(0), optimized=False)
+                    value = plgpu.load(ring_values.at[slot], layout=layout.reduce(1), optimized=False)
+                    key = plgpu.load(ring_keys.at[slot], layout=layout.reduce(0), optimized=False)
                     return value.astype(jnp.float32), key.astype(jnp.float32), read_scalars(j)
 
-                matrix = rule.history(tile_rule, matrix, length, read, read_scalars)
+                def fold(i: jax.Array, matrix: jax.Array) -> jax.Array:
+                    return fold_block(
+                        rule.block,
+                        plgpu,
+                        layout,
+                        matrix,
+                        (ring_values, ring_keys, ring_scalars),
+                        (lax.rem(start, ring), i * BLOCK, length, first_head - aligned, part * TILE),
+                        constants,
+                        geo.head_dim,
+                    )
+
+                if blocks:
+                    matrix = lax.fori_loop(0, lax.div(length + BLOCK - 1, BLOCK), fold, matrix)
+                else:
+                    matrix = rule.history(tile_rule, matrix, length, read, read_scalars)
                 stored = matrix.astype(state_dtype)
 
                 @pl.when(length > 0)
@@ -208,36 +286,71 @@ def fold_tiles(
                     state[place] = stored
 
                 matrix = stored.astype(jnp.float32)
+            else:
+                value_of, key_of, reader_of = (
+                    values_in.at[block, :, part],
+                    keys_in.at[block],
+                    reader_in.at[block],
+                )
+                matrix = plgpu.load(state.at[place], layout=layout, optimized=False).astype(jnp.float32)
 
             for t in range(tokens):
-                value = plgpu.load(values_in.at[block, t, tile], layout=layout.reduce(1), optimized=False)
-                key = plgpu.load(keys_in.at[block, t], layout=layout.reduce(0), optimized=False)
-                reader = plgpu.load(reader_in.at[block, t], layout=layout.reduce(0), optimized=False)
-                value, key, reader = (x.astype(jnp.float32) for x in (value, key, reader))
-                here = tuple(a_row(lambda k, s=s, t=t: s[row, t, first_head + k]) for s in scalars_in)
+                value = plgpu.load(value_of.at[t], layout=layout.reduce(1), optimized=False)
+                value = value.astype(jnp.float32)
                 if history:
+                    here = tuple(scalar_of(s, t) for s in new_scalars)
                     slot = lax.rem(start + length + t, ring)
-                    values_ring[block, slot, tile] = value.astype(value_dtype)
+                    values_ring[block, slot, part] = value.astype(value_dtype)
                     for k in range(geo.tile_heads):
                         one = first_head + (jnp.minimum(head + k, geo.group_heads - 1) - head)
-                        for source, target in zip(scalars_in, scalar_rings, strict=True):
-                            target[row, slot, one] = source[row, t, one]
+                        for source, target in zip(new_scalars, scalar_rings, strict=True):
+                            target[row, slot, one] = source[stage, t, one - aligned]
 
-                    @pl.when(tile == 0)
-                    def _(slot=slot, key=key):
-                        keys_ring[block, slot] = key.astype(key_dtype)
+                    @pl.when(part == 0)
+                    def _(slot=slot, t=t):
+                        keys_ring[block, slot] = plgpu.load(
+                            key_of.at[t], layout=layout.reduce(0), optimized=False
+                        )
 
-                matrix = rule.token(tile_rule, matrix, value, key, here)
-                if not history:
-                    state[place_of(t)] = matrix.astype(state_dtype)
-                readout = row_sums(row_products(plgpu, layout, [(matrix, reader)], fused))
-                out[row, t, group, tile] = rule.output(tile_rule, readout, value).astype(out.dtype)
+                else:
+                    here = tuple(a_row(lambda k, s=s, t=t: s[row, t, first_head + k]) for s in scalars_in)
+                last = t == tokens - 1
+                if blocks and last:
+                    readouts = read_block(
+                        plgpu, layout, matrix, key_of.at[t], reader_of.at[t], with_key=rule.reads_key
+                    )
+                else:
+                    key = plgpu.load(key_of.at[t], layout=layout.reduce(0), optimized=False)
+                    query = plgpu.load(reader_of.at[t], layout=layout.reduce(0), optimized=False)
+                    key, query = key.astype(jnp.float32), query.astype(jnp.float32)
+                    readouts = tile_rule.times(matrix, query), jnp.sum(key * query)
+                    if rule.reads_key:
+                        readouts += (tile_rule.times(matrix, key),)
+                    if not (last and history):
+                        moved = rule.token(tile_rule, matrix, value, key, here, *readouts[2:])
+                    if not history:
+                        state[place_of(t)] = moved.astype(state_dtype)
+                result = rule.read(tile_rule, readouts, value, here)
+                out[row, t, group, part] = result.astype(out.dtype)
+                matrix = matrix if last else moved
             if history:
-                # Every warp has read the ring before the next tile's copies overwrite it.
+                # Every warp has read the stage before the next copies overwrite it.
                 plgpu.commit_smem()
+
+                @pl.when(step + STAGES < steps)
+                def _():
+                    issue(step + STAGES, stage)
+
             return carry
 
-        lax.fori_loop(0, lax.div(jnp.maximum(total - cta + ctas - 1, 0), ctas), serve, None)
+        if history:
+            for stage in range(STAGES):
+
+                @pl.when(stage < steps)
+                def _(stage=stage):
+                    issue(jnp.int32(stage), jnp.int32(stage))
+
+        lax.fori_loop(0, steps, serve, None)
 
     kernel = plgpu.kernel(
         body,
@@ -258,9 +371,9 @@ def fold_tiles(
         operands.new_keys,
         *operands.new_scalars,
         operands.reader,
-        operands.cursor,
-        operands.counts,
     ]
+    if planned:
+        arguments += [operands.cursor, operands.counts]
     if has_constants:
         arguments.append(operands.constants)
     kernel(*arguments)

@@ -3,6 +3,7 @@
 u_t = beta_t (v_t - alpha_t S_{t-1} k_t), S_t = alpha_t S_{t-1} + u_t k_t^T, y_t = S_t q_t (arXiv 2412.06464).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.adjoint import by_products
+from pallas_kernels.blocks import Warp
 from pallas_kernels.fold import Tile, TokenRule, one_by_one
 from pallas_kernels.launch import TILE, Unsupported
 from pallas_kernels.pipeline import (
@@ -33,6 +36,9 @@ def _coefficients(group: Group) -> None:
     k_i . k_j); the output is S z + sum_j c_j v_j with z = P_m q - sum_j c_j P_j k_j, P_j the decay from the
     checkpoint up to j.
     """
+    if group.exact:
+        by_products(group)
+        return
     plgpu, geo, scratch = group.plgpu, group.geometry, group.scratch
     ring, length = geo.ring, group.length
     begin = lax.rem(group.start, jnp.int32(ring))
@@ -57,17 +63,7 @@ def _coefficients(group: Group) -> None:
         scratch["gram"].at[slot][...] = products(key)
         return carry
 
-    if group.fused and jnp.dtype(group.keys.dtype).itemsize == 2:
-        # Products of 16-bit keys are exact in the tensor cores' float32 sums.
-        dtype = group.keys.dtype
-        split = {"m_warps": 2}
-        left = plgpu.load(group.keys, layout=plgpu.Layout.MMA_LHS(dtype, **split), optimized=False)
-        right = plgpu.load(group.keys.T, layout=plgpu.Layout.MMA_RHS(dtype, **split), optimized=False)
-        zero = jnp.zeros((geo.slots, geo.slots), jnp.float32)
-        zero = plgpu.layout_cast(zero, plgpu.Layout.MMA_ACC(dtype, **split))
-        scratch["gram"][...] = plgpu.mma(zero, left, right)
-    else:
-        lax.fori_loop(0, length + geo.tokens, gram_row, None)
+    lax.fori_loop(0, length + geo.tokens, gram_row, None)
     plgpu.commit_smem()
 
     layout = coefficient_layout(plgpu)
@@ -162,7 +158,9 @@ def _check(geo: Geometry) -> None:
         )
 
 
-def _scratch(plgpu: Any, geo: Geometry) -> dict:
+def _scratch(plgpu: Any, geo: Geometry, exact: bool) -> dict:
+    if exact:
+        return {}
     # Small rows share a buffer, since every buffer takes a multiple of 1 KB: first k . q, then the decays of
     # the queries.
     return {
@@ -172,15 +170,56 @@ def _scratch(plgpu: Any, geo: Geometry) -> dict:
     }
 
 
-def _token(tile: Tile, state: jax.Array, value: jax.Array, key: jax.Array, scalars: tuple) -> jax.Array:
+def _token(
+    tile: Tile, state: jax.Array, value: jax.Array, key: jax.Array, scalars: tuple, from_key: jax.Array
+) -> jax.Array:
     log_decay, beta = scalars
-    state = scale_rows(state, jnp.exp(log_decay))
-    readout = row_sums(row_products(tile.plgpu, tile.layout, [(state, key)], tile.fused))
-    return rank_one(tile.plgpu, tile.layout, state, beta * (value - readout), key, tile.fused)
+    decay = jnp.exp(log_decay)
+    update = beta * (value - decay * from_key)
+    return rank_one(tile.plgpu, tile.layout, scale_rows(state, decay), update, key, tile.fused)
 
 
-def _output(tile: Tile, readout: jax.Array, value: jax.Array) -> jax.Array:
-    return readout
+def _read(tile: Tile, readouts: tuple, value: jax.Array, scalars: tuple) -> jax.Array:
+    log_decay, beta = scalars
+    decay = jnp.exp(log_decay)
+    from_reader, key_reader, from_key = readouts
+    return decay * from_reader + beta * (value - decay * from_key) * key_reader
+
+
+def _block(warp: Warp) -> list:
+    """The fold by forward substitution: with p_i = S k_i of the block's tokens, token after token does
+    u = beta (v - alpha p) and p_i = alpha p_i + u (k . k_i); then all u k^T are added at once."""
+    ops = warp.ops
+    log_decay, beta = warp.scalar(0), warp.scalar(1)
+    alpha = ops.exp(log_decay)
+    sums, gram = warp.nothing(parts=3)
+    for p, halves in enumerate(warp.rows):
+        sums, gram = warp.project(p, warp.left(*halves), sums, gram)
+    values = warp.own_values()
+
+    def eliminate(tile: int, quad: Any, carry: list) -> list:
+        projections, updates = ([carry[i : i + 4], carry[i + 4 : i + 8]] for i in (0, 8))
+        for odd in range(2):
+            token = quad * 2 + (8 * tile + odd)
+            decay, rate = ops.shuffle(alpha, token), ops.shuffle(beta, token)
+            update = []
+            for half in range(2):
+                at = 2 * half + odd
+                mine = rate * (values[tile][at] - decay * projections[tile][at])
+                updates[tile][at] = ops.select(ops.equal(warp.quad, quad), mine, updates[tile][at])
+                update.append(ops.shuffle(mine, warp.row * 4 + quad))
+            for n in range(tile, 2):
+                products = warp.gram_row(gram, tile, quad, odd, n)
+                projections[n] = [
+                    ops.fma(update[i // 2], products[i % 2], decay * p) for i, p in enumerate(projections[n])
+                ]
+        return [x for part in (*projections, *updates) for x in part]
+
+    carry = [x for part in warp.joined(sums) for x in part] + [warp.zero] * 8
+    for tile, count in enumerate(warp.quads(warp.length - warp.first)):
+        carry = ops.loop(count, functools.partial(eliminate, tile), carry)
+    updates = [carry[8:12], carry[12:]]
+    return warp.folded(log_decay, updates)
 
 
 KERNELS = Kernels(
@@ -195,7 +234,13 @@ KERNELS = Kernels(
         check=_check,
     ),
     token_rule=TokenRule(
-        token=_token, output=_output, history=one_by_one(_token), scalars=2, head_constants=0
+        token=_token,
+        read=_read,
+        history=one_by_one(_token),
+        block=_block,
+        reads_key=True,
+        scalars=2,
+        head_constants=0,
     ),
 )
 window, eager, step, snapshots = KERNELS.window, KERNELS.eager, KERNELS.step, KERNELS.snapshots

@@ -22,7 +22,7 @@ class LaunchParameters:
     ctas: int
     stages: int
     granule: int = GRANULE
-    flush_ctas: int = 528
+    flush_ctas: int = 264
     overlap: bool = False
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.blocks import Warp
 from pallas_kernels.fold import Tile, TokenRule
 from pallas_kernels.pipeline import (
     Group,
@@ -72,7 +73,7 @@ MAMBA2 = Recurrence(
     head_constants=2,
     shared_reader=True,
     coefficients=_coefficients,
-    scratch=lambda plgpu, geo: {"products": plgpu.SMEM((geo.tokens, geo.slots), jnp.float32)},
+    scratch=lambda plgpu, geo, exact: {"products": plgpu.SMEM((geo.tokens, geo.slots), jnp.float32)},
 )
 
 
@@ -82,8 +83,11 @@ def _token(tile: Tile, state: jax.Array, value: jax.Array, key: jax.Array, scala
     return rank_one(tile.plgpu, tile.layout, scale_rows(state, jnp.exp(a * dt)), value * dt, key, tile.fused)
 
 
-def _output(tile: Tile, readout: jax.Array, value: jax.Array) -> jax.Array:
-    return readout + tile.constants[1] * value
+def _read(tile: Tile, readouts: tuple, value: jax.Array, scalars: tuple) -> jax.Array:
+    a, d = tile.constants
+    (dt,) = scalars
+    from_reader, key_reader = readouts
+    return jnp.exp(a * dt) * from_reader + (dt * key_reader + d) * value
 
 
 def _history(tile: Tile, state: jax.Array, length: jax.Array, read: Any, read_scalars: Any) -> jax.Array:
@@ -107,9 +111,28 @@ def _history(tile: Tile, state: jax.Array, length: jax.Array, read: Any, read_sc
     return lax.fori_loop(0, length, add, (state, zero))[0]
 
 
+def _block(warp: Warp) -> list:
+    """The same sum for a block of tokens at once."""
+    a, _ = warp.constants
+    dt = warp.scalar(0)
+    weights = warp.of_tokens(dt)
+    columns = [
+        [x * weights[n][i % 2] for i, x in enumerate(part)] for n, part in enumerate(warp.own_values())
+    ]
+    return warp.folded(dt * a, columns)
+
+
 KERNELS = Kernels(
     name="mamba2",
     window_rule=MAMBA2,
-    token_rule=TokenRule(token=_token, output=_output, history=_history, scalars=1, head_constants=2),
+    token_rule=TokenRule(
+        token=_token,
+        read=_read,
+        history=_history,
+        block=_block,
+        reads_key=False,
+        scalars=1,
+        head_constants=2,
+    ),
 )
 window, eager, step, snapshots = KERNELS.window, KERNELS.eager, KERNELS.step, KERNELS.snapshots

@@ -306,15 +306,15 @@ class Recurrence:
     array. shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients`
     writes it. coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers
     from one group's data. apart: it runs in a warpgroup of its own, one group ahead of the tiles.
-    scratch(geometry): extra SMEM buffers of `coefficients`. check(geometry): raises `Unsupported` on sizes
-    that it cannot serve.
+    scratch(plgpu, geometry, exact): extra SMEM buffers of `coefficients`. check(geometry): raises
+    `Unsupported` on sizes that it cannot serve.
     """
 
     scalars: int
     head_constants: int
     shared_reader: bool
     coefficients: Callable[["Group"], None]
-    scratch: Callable[[Any, Geometry], dict] = lambda plgpu, geometry: {}
+    scratch: Callable[[Any, Geometry, bool], dict] = lambda plgpu, geometry, exact: {}
     check: Callable[[Geometry], None] = lambda geometry: None
     apart: bool = False
 
@@ -323,12 +323,14 @@ class Recurrence:
 class Group:
     """References and cursors that `coefficients` works on: data of one (row, group) in shared memory.
 
-    The group's heads begin at `offset` in the head axes of scalars, constants, weights and scale.
+    The group's heads begin at `offset` in the head axes of scalars, constants, weights and scale. exact: keys
+    and readers are bfloat16 and the kernel is compiled, so that tensor cores may take their products.
     """
 
     plgpu: Any
     geometry: Geometry
     fused: bool
+    exact: bool
     start: jax.Array
     length: jax.Array
     offset: jax.Array
@@ -348,7 +350,7 @@ class Operands:
 
     out: reference [B, T, G, tiles, 64]; state [B*G*tiles, 64, K]; values, keys, scalars: rings as references;
     new_*: the call's tokens; cursor int32 [B, 4] rows of (row, start, length, 0), rows that only read first;
-    counts int32 [2]: such rows, and those that flush.
+    counts int32 [2]: such rows, and those that flush (None for an eager step of all rows).
     """
 
     out: Any
@@ -361,8 +363,8 @@ class Operands:
     new_scalars: tuple
     reader: jax.Array
     constants: jax.Array | None
-    cursor: jax.Array
-    counts: jax.Array
+    cursor: jax.Array | None
+    counts: jax.Array | None
 
 
 def stream_window(
@@ -436,7 +438,8 @@ def stream_window(
         scratch["packed"] = plgpu.SMEM(
             (halves, heads, columns, geo.d_state), state_dtype, transforms=transforms(state_dtype)
         )
-    scratch["extra"] = recurrence.scratch(plgpu, geo)
+    exact = fused and jnp.dtype(operands.new_keys.dtype) == jnp.dtype(operands.reader.dtype) == jnp.bfloat16
+    scratch["extra"] = recurrence.scratch(plgpu, geo, exact)
     # A stage is a tile: of a state half as wide, twice as many keep the same bytes in flight.
     deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
     ctas, stages = fit(deeper, lambda stages: shared_bytes((scratch, staged(stages))))
@@ -576,6 +579,7 @@ def stream_window(
                     plgpu=plgpu,
                     geometry=geo,
                     fused=fused,
+                    exact=exact,
                     start=start,
                     length=length,
                     offset=group_of_row * geo.group_heads - aligned_head(group_of_row),

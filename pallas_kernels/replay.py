@@ -75,10 +75,7 @@ class Kernels:
         plan: of the rows to serve, all marked as flushing; None means every row.
         """
         call = _Call(state, None, new, reader, constants, out_dtype, writes_state=True)
-        if plan is None:
-            zeros = jnp.zeros((state.shape[0],), jnp.int32)
-            plan = launch.plan(jnp.ones(zeros.shape, jnp.bool_), zeros, zeros)
-        call.fold(self.token_rule, plan, ctas, history=False, interpret=interpret)
+        call.fold(self.token_rule, plan or (None, None), ctas, history=False, interpret=interpret)
         return call.outputs(), call.state()
 
     def snapshots(

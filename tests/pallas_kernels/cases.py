@@ -94,6 +94,25 @@ def draw(
     )
 
 
+def spiky(case: Case) -> Case:
+    """The case with some log decays near -200, which erase all that came before."""
+    if case.constants is None:
+        hit = jax.random.bernoulli(jax.random.key(1), 0.1, case.ring[2].shape)
+        return dataclasses.replace(
+            case, ring=(*case.ring[:2], jnp.where(hit, -200.0, case.ring[2]), case.ring[3])
+        )
+    rate, skip = case.constants
+    return dataclasses.replace(case, constants=jnp.stack([rate.at[::5].multiply(1000.0), skip]))
+
+
+def of_every_length(shape: Shape, *, tokens: int, buffer_length: int, slots: int) -> Case:
+    """One row of each length that can be followed by a flush, with ring origins of both parities."""
+    count = buffer_length + 1
+    case = draw(shape, batch=count, tokens=tokens, buffer_length=buffer_length, slots=slots)
+    length = jnp.arange(count, dtype=jnp.int32)
+    return dataclasses.replace(case, length=length, start=7 * length + 3)
+
+
 def _float64(array: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(array, jnp.float32), np.float64)
 

@@ -36,6 +36,24 @@ def test_step_at_other_buffer_lengths(name, buffer_length):
     check_step(draw(name, 1, buffer_length), [False, True, False, True])
 
 
+@pytest.mark.parametrize(("tokens", "buffer_length"), [(1, 16), (3, 32)])
+@pytest.mark.parametrize("name", ["nano-4b", "qwen3.5-2b", "qwen3.5-27b"])
+def test_flush_of_every_length_after_spiky_decays(name, tokens, buffer_length):
+    slots = launch.ring_slots(buffer_length, tokens)
+    case = cases.of_every_length(SHAPES[name], tokens=tokens, buffer_length=buffer_length, slots=slots)
+    check_step(cases.spiky(case), [True] * (buffer_length + 1))
+
+
+@pytest.mark.parametrize(("tokens", "buffer_length"), [(1, 16), (8, 32)])
+@pytest.mark.parametrize("name", ["nano-4b", "qwen3.5-2b", "qwen3.5-27b"])
+def test_window_of_every_length_after_spiky_decays(name, tokens, buffer_length):
+    slots = launch.ring_slots(buffer_length, tokens)
+    case = cases.of_every_length(
+        SHAPES[name], tokens=tokens, buffer_length=buffer_length - tokens, slots=slots
+    )
+    check_step(cases.spiky(case), [False] * (buffer_length - tokens + 1))
+
+
 @pytest.mark.parametrize("activation", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("name", ["super", "q122"])
 def test_step_with_other_inputs(name, activation):

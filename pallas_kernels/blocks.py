@@ -1,0 +1,296 @@
+"""Folding up to 16 tokens at once: a 64-row state tile against their keys on the tensor cores, at float32
+accuracy.
+
+Each warp owns 16 rows. Lane 4 g + q holds, of every 16 columns, the four from 4 q on of rows g and g + 8
+(`block_layout`: 16 bytes a lane in memory). These registers serve as accumulators (column 2 q + e of the j-th
+product is column 4 q + 2 e + j) and as left operands (inner columns 2 q + e and 2 q + 8 + e are columns
+4 q + e and 4 q + 2 + e). Keys are bfloat16 and therefore exact; float32 factors are split into three bfloat16
+parts.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.pipeline import tiled_layout
+
+BLOCK = 16
+
+
+def block_layout(plgpu: Any) -> Any:
+    """Layout of a state tile whose registers are fragments of matrix products: 16 bytes a lane, four lanes a
+    row."""
+    return tiled_layout(plgpu, ((64, 16), (16, 16), (8, 16), (4,)), (-7,), (-3, -2), -1)
+
+
+class Products:
+    """Products of a warp's 16 rows with the keys of up to 16 tokens, by its lanes.
+
+    rows[p][half]: four columns from 16 p + 4 q on of row g + 8 half. slot(token): row of a token in the
+    buffer of keys [slots, K]. A product over tokens is [n][rows g, g, g + 8, g + 8] for tokens 8 n + 2 q and
+    8 n + 2 q + 1.
+    """
+
+    def __init__(self, ops: Any, keys: Any, slot: Callable[[Any], Any]) -> None:
+        self.ops, self.keys = ops, keys
+        self.row, self.quad, self.token = ops.lane // 4, ops.lane & 3, ops.lane & (BLOCK - 1)
+        self.zero = ops.low(self.quad & 0)
+        # The tokens of a product over tokens that this lane holds, for each row.
+        self.tokens = [self.quad * 2 + offset for offset in (0, 1, 8, 9)]
+        self.slots = [slot(token) for token in self.tokens]
+        self._key_slots = [slot(self.row + 8 * tile) for tile in range(2)]
+
+    def split(self, pairs: list) -> list:
+        """Three lists of packed bfloat16 that add up to the pairs of float32, largest first."""
+        parts = []
+        for _ in range(3):
+            packed = [self.ops.pack(*pair) for pair in pairs]
+            parts.append(packed)
+            pairs = [
+                (a - self.ops.low(p), b - self.ops.high(p)) for (a, b), p in zip(pairs, packed, strict=True)
+            ]
+        return parts
+
+    def left(self, top: list, bottom: list) -> list:
+        """Left operands, one a part, of 16 columns of rows g and g + 8."""
+        return self.split([tuple(top[:2]), tuple(bottom[:2]), tuple(top[2:]), tuple(bottom[2:])])
+
+    def project(self, p: Any, left: list, sums: list, gram: list) -> tuple[list, list]:
+        """Adds columns 16 p .. 16 p + 15 of rows x keys^T, sums [n][part], and of keys x keys^T, gram [n]."""
+        ops = self.ops
+        tiles = [ops.quad(self.keys, slot, self.quad * 4 + p * 16) for slot in self._key_slots]
+        both = [tiles[0][0], tiles[1][0], tiles[0][1], tiles[1][1]]
+        sums = [
+            [ops.product(total, part, right) for total, part in zip(parts, left, strict=True)]
+            for parts, right in zip(sums, tiles, strict=True)
+        ]
+        return sums, [ops.product(total, both, right) for total, right in zip(gram, tiles, strict=True)]
+
+    def nothing(self, parts: int) -> tuple[list, list]:
+        """The sums of `project` before the first columns."""
+        four = [self.zero] * 4
+        return [[four] * parts] * 2, [four] * 2
+
+    def joined(self, sums: list) -> list:
+        """Sums over parts, small ones first."""
+        return [[functools.reduce(operator.add, x[::-1]) for x in zip(*parts, strict=True)] for parts in sums]
+
+    def parts(self, columns: list) -> list:
+        """Left operands of columns over tokens."""
+        pairs = [tuple(columns[n][2 * half : 2 * half + 2]) for n in range(2) for half in range(2)]
+        return self.split(pairs)
+
+    def add(self, p: Any, halves: list, parts: list) -> list:
+        """Columns 16 p .. 16 p + 15 of rows g and g + 8, plus columns over tokens x keys."""
+        ops = self.ops
+        top, bottom = halves
+        words = [ops.pair(self.keys, slot, self.row * 2 + p * 16) for slot in self.slots]
+        new: list = [[None] * 4, [None] * 4]
+        for j, choose in enumerate((ops.lows, ops.highs)):
+            right = [choose(words[0], words[1]), choose(words[2], words[3])]
+            total = [top[j], top[2 + j], bottom[j], bottom[2 + j]]
+            for part in reversed(parts):
+                total = ops.product(total, part, right)
+            new[0][j], new[0][2 + j], new[1][j], new[1][2 + j] = total
+        return new
+
+    def quads(self, tokens: Any) -> list:
+        """Quads that hold the first `tokens` of the block: of tokens 0 .. 7, of tokens 8 .. 15."""
+        ops = self.ops
+        pairs = (tokens + 1) // 2
+        low = ops.select(pairs < 4, pairs, pairs * 0 + 4)
+        rest = ops.select(pairs < 4, pairs * 0, pairs - 4)
+        return [low, ops.select(rest < 4, rest, rest * 0 + 4)]
+
+    def gram_row(self, gram: list, tile: int, quad: Any, odd: int, n: int) -> list:
+        """Products of the key of token 8 tile + 2 quad + odd with those of the own tokens of n."""
+        lane = (quad * 2 + odd) * 4 + self.quad
+        return [self.ops.shuffle(gram[n][2 * tile + e], lane) for e in range(2)]
+
+
+def scaled(halves: list, factors: list) -> list:
+    """Columns of rows g and g + 8 times a factor each."""
+    return [[x * f for x in four] for four, f in zip(halves, factors, strict=True)]
+
+
+class Warp(Products):
+    """A warp's 16 rows of a state tile and the block of committed tokens to fold.
+
+    ring: values [R, 64], keys [R, K] and scalars [R, heads], in shared memory. cursor: the slot of the oldest
+    committed token, the block's first token and the number of committed ones. head: the rows' column of
+    scalars; constants: those of their head.
+    """
+
+    def __init__(
+        self,
+        ops: Any,
+        rows: list,
+        ring: tuple,
+        slots: int,
+        cursor: tuple,
+        head: Any,
+        constants: tuple = (),
+    ) -> None:
+        self.values, keys, self.scalars = ring
+        begin, self.first, self.length = cursor
+        self.rows, self.head, self.constants = rows, head, constants
+
+        def slot(token: Any) -> Any:
+            # Tokens that are not there read the oldest one's entries, with weight 0.
+            age = self.first + token
+            place = begin + age
+            place = ops.select(place < slots, place, place - slots)
+            return ops.select(age < self.length, place, begin)
+
+        super().__init__(ops, keys, slot)
+        self._own_slot = slot(self.token)
+
+    def scalar(self, index: int) -> Any:
+        """Scalar of token lane mod 16, zero for tokens that are not there."""
+        value = self.ops.real(self.scalars[index], self._own_slot, self.head)
+        return self.ops.select(self.first + self.token < self.length, value, 0.0)
+
+    def later_sum(self, x: Any) -> Any:
+        """Sum of x over the tokens after lane mod 16."""
+        ops = self.ops
+
+        def ahead(total: Any, shift: int) -> Any:
+            return ops.select(self.token < BLOCK - shift, ops.shuffle(total, ops.lane + shift), 0.0)
+
+        total = ahead(x, 1)
+        for shift in (1, 2, 4, 8):
+            total = total + ahead(total, shift)
+        return total
+
+    def of_tokens(self, x: Any) -> list:
+        """Values of x, which lane mod 16 counts by token, at the own tokens: [n-tile][column]."""
+        return [[self.ops.shuffle(x, token) for token in self.tokens[2 * n : 2 * n + 2]] for n in range(2)]
+
+    def own_values(self) -> list:
+        """Values of the own rows and tokens, float32."""
+        rows = [self.ops.warp * BLOCK + self.row + 8 * half for half in range(2)]
+        return [
+            [self.ops.real(self.values, slot, row) for row in rows for slot in self.slots[2 * n : 2 * n + 2]]
+            for n in range(2)
+        ]
+
+    def folded(self, log_decay: Any, columns: list) -> list:
+        """exp(sum of log_decay) rows + columns exp(later log_decay) x keys."""
+        ops = self.ops
+        later = self.later_sum(log_decay)
+        total = ops.exp(ops.shuffle(later + log_decay, 0))
+        tails = self.of_tokens(ops.exp(later))
+        columns = [[x * tails[n][i % 2] for i, x in enumerate(part)] for n, part in enumerate(columns)]
+        parts = self.parts(columns)
+        return [self.add(p, scaled(halves, [total, total]), parts) for p, halves in enumerate(self.rows)]
+
+
+def readouts(ops: Any, rows: list, key: Any, reader: Any, *, with_key: bool) -> list:
+    """Of rows g and g + 8: x reader, key . reader and, with_key, rows x key; vectors [K] of bfloat16."""
+    quad = ops.lane & 3
+    zero = ops.low(quad & 0)
+    sums = [[zero, zero], [zero, zero]]
+    product = zero
+    for p, halves in enumerate(rows):
+        words = [ops.quad(vector, quad * 0, quad * 4 + 16 * p) for vector in (reader, key)]
+        columns = [[f(w) for w in pair for f in (ops.low, ops.high)] for pair in words]
+        for i in range(4):
+            for pair, column in zip(sums[: 1 + with_key], columns, strict=False):
+                pair[:] = [ops.fma(four[i], column[i], s) for four, s in zip(halves, pair, strict=True)]
+            product = ops.fma(columns[0][i], columns[1][i], product)
+    from_reader, from_key = sums
+    return [
+        [ops.quad_sum(x) for x in pair] for pair in (from_reader, [product] * 2, from_key)[: 2 + with_key]
+    ]
+
+
+def read_block(
+    plgpu: Any, layout: Any, state: jax.Array, key: Any, reader: Any, *, with_key: bool
+) -> tuple[jax.Array, ...]:
+    """`readouts` of a state tile, [64] each, from references to key and reader in shared memory."""
+    from jax.experimental.mosaic.gpu import FragmentedArray
+
+    from pallas_kernels.lanes import Lanes, repack, unpack
+
+    rows = layout.reduce(1)
+    shape = plgpu.ShapeDtypeStruct((state.shape[0],), jnp.float32, layout=rows)
+    ref = plgpu.RefType()
+
+    @plgpu.inline_mgpu(arg_types=(layout, ref, ref), return_type=(shape,) * (2 + with_key))
+    def read(_, tile, key, reader):
+        target = rows.to_mgpu()
+        results = []
+        for pair in readouts(Lanes(), _rows(unpack(tile.registers.flat)), key, reader, with_key=with_key):
+            registers = np.empty(target.registers_shape(tile.shape[:1]), object)
+            registers.flat[:] = repack([[x] for x in pair])
+            results.append(FragmentedArray(_registers=registers, _layout=target, _is_signed=None))
+        return tuple(results)
+
+    return read(state, key, reader)
+
+
+def _rows(flat: list) -> list:
+    return [flat[2 * p : 2 * p + 2] for p in range(len(flat) // 2)]
+
+
+Fold = Callable[[Warp], list]
+
+
+def fold_block(
+    rule: Fold,
+    plgpu: Any,
+    layout: Any,
+    state: jax.Array,
+    buffers: tuple,
+    cursors: tuple[jax.Array, ...],
+    constants: tuple,
+    head_dim: int,
+) -> jax.Array:
+    """State tile [64, K] after the block of up to 16 tokens that begins with token `first`.
+
+    buffers: values [R, 64], keys [R, K] and a tuple of scalars [R, heads] in shared memory; cursors int32:
+    begin, first, length, the scalars' column of the tile's first row, and that row's place in the group.
+    constants: a scalar or [64] each.
+    """
+    from jax.experimental.mosaic.gpu import FragmentedArray
+
+    from pallas_kernels.lanes import Lanes, first_element, repack, unpack
+
+    values, keys, scalars = buffers
+    ref = plgpu.RefType()
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            layout,
+            ref,
+            ref,
+            (ref,) * len(scalars),
+            (layout,) * len(cursors),
+            (layout.reduce(1),) * len(constants),
+        ),
+        return_type=plgpu.ShapeDtypeStruct(state.shape, jnp.float32, layout=layout),
+    )
+    def fold(_, tile, values, keys, scalars, cursors, constants):
+        ops = Lanes()
+        begin, oldest, length, column, row = map(first_element, cursors)
+        head = column + ((row + ops.warp * BLOCK) // head_dim - row // head_dim)
+        warp = Warp(
+            ops,
+            _rows(unpack(tile.registers.flat)),
+            (values, keys, scalars),
+            keys.type.shape[0],
+            (begin, oldest, length),
+            head,
+            tuple(map(first_element, constants)),
+        )
+        result = [four for halves in rule(warp) for four in halves]
+        registers = tile.registers.copy()
+        registers.flat[:] = repack(result)
+        return FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+
+    return fold(state, values, keys, scalars, cursors, constants)
