@@ -98,7 +98,6 @@ def fold_tiles(
     *,
     history: bool,
     states: int = 1,
-    granule: int = 8,
     overlap: bool = False,
     interpret: Any = None,
 ) -> None:
@@ -110,12 +109,51 @@ def fold_tiles(
     overlap: let the next kernel start at once; it must not depend on this one.
     """
     plgpu = mosaic_gpu()
+    geometry.check()
+    scratch, serve, arguments = fold_program(
+        rule, geometry, operands, history=history, states=states, interpret=interpret
+    )
+    ctas = min(ctas, geometry.batch * geometry.groups * geometry.tiles)
+    if history:
+        ctas = min(ctas, SMS * (SM_SHARED_BYTES // (shared_bytes(scratch) + 1024)))
+
+    def body(*refs: Any, **buffers: Any) -> None:
+        if overlap and interpret is None:
+            plgpu.griddepcontrol_launch_dependents()
+        serve(lax.axis_index("cta"), ctas, refs, **buffers)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        scratch_types=scratch,
+        grid=(ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
+        kernel_name="replay_flush" if history else "eager_step",
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    kernel(*arguments)
+
+
+def fold_program(
+    rule: TokenRule,
+    geometry: Geometry,
+    operands: Operands,
+    *,
+    history: bool,
+    states: int = 1,
+    granule: int = 8,
+    interpret: Any = None,
+) -> tuple[dict, Callable[..., None], list]:
+    """Shared-memory buffers, program and arguments of `fold_tiles`.
+
+    program(cta, ctas, references to the arguments, **buffers) serves every `ctas`-th tile from the `cta`-th.
+    """
+    plgpu = mosaic_gpu()
     geo = geometry
-    geo.check()
     fused = interpret is None
     ring, tokens, tiles, groups = geo.ring, geo.tokens, geo.tiles, geo.groups
     row_tiles = groups * tiles
-    ctas = min(ctas, geo.batch * row_tiles)
     granules = ring // granule if history else 0
     value_dtype, key_dtype = operands.new_values.dtype, operands.new_keys.dtype
     state_dtype = operands.state.dtype
@@ -143,12 +181,14 @@ def fold_tiles(
             # Copies begin at multiples of 128 bytes.
             "new_scalars": tuple(staged(8, width, dtype=jnp.float32) for _ in range(rule.scalars)),
         }
-        ctas = min(ctas, SMS * (SM_SHARED_BYTES // (shared_bytes(scratch) + 1024)))
         copies = 4 + 2 * granules + 2 * rule.scalars
         scratch["barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES)
 
-    def body(
-        *refs: Any,
+    def program(
+        cta: jax.Array,
+        ctas: int,
+        refs: tuple,
+        *,
         tile: Any = None,
         values: Any = None,
         keys: Any = None,
@@ -171,9 +211,6 @@ def fold_tiles(
         constants_in = rest
         if fused and history:
             pin_plain(plgpu, [tile, values, keys, *scalars, new_values, new_keys, reader, *new_scalars])
-        if overlap and fused:
-            plgpu.griddepcontrol_launch_dependents()
-        cta = lax.axis_index("cta")
         total = (counts_in[1] if planned else geo.batch) * row_tiles
         steps = lax.div(jnp.maximum(total - cta + ctas - 1, 0), ctas)
 
@@ -352,16 +389,6 @@ def fold_tiles(
 
         lax.fori_loop(0, steps, serve, None)
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(),
-        scratch_types=scratch,
-        grid=(ctas,),
-        grid_names=("cta",),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
-        kernel_name="replay_flush" if history else "eager_step",
-        **({} if interpret is None else {"interpret": interpret}),
-    )
     rings = [operands.values, operands.keys, *operands.scalars] if history else []
     arguments = [
         operands.out,
@@ -376,4 +403,4 @@ def fold_tiles(
         arguments += [operands.cursor, operands.counts]
     if has_constants:
         arguments.append(operands.constants)
-    kernel(*arguments)
+    return scratch, program, arguments
