@@ -30,8 +30,6 @@ from pallas_kernels.pipeline import (
     tiled_layout,
 )
 
-STAGES = 2
-
 
 def state_layout(plgpu: Any) -> Any:
     """Layout of a state tile for direct global access: 16 bytes a lane, eight lanes (128 bytes) a row."""
@@ -110,7 +108,7 @@ def fold_tiles(
     """
     plgpu = mosaic_gpu()
     geometry.check()
-    scratch, serve, arguments = fold_program(
+    scratch, serve, arguments = flush_work(
         rule, geometry, operands, history=history, states=states, interpret=interpret
     )
     ctas = min(ctas, geometry.batch * geometry.groups * geometry.tiles)
@@ -120,7 +118,7 @@ def fold_tiles(
     def body(*refs: Any, **buffers: Any) -> None:
         if overlap and interpret is None:
             plgpu.griddepcontrol_launch_dependents()
-        serve(lax.axis_index("cta"), ctas, refs, **buffers)
+        serve(refs, lax.axis_index("cta"), ctas, buffers)
 
     kernel = plgpu.kernel(
         body,
@@ -135,19 +133,23 @@ def fold_tiles(
     kernel(*arguments)
 
 
-def fold_program(
+def flush_work(
     rule: TokenRule,
     geometry: Geometry,
     operands: Operands,
     *,
-    history: bool,
+    history: bool = True,
     states: int = 1,
+    stages: int = 2,
     granule: int = 8,
     interpret: Any = None,
 ) -> tuple[dict, Callable[..., None], list]:
-    """Shared-memory buffers, program and arguments of `fold_tiles`.
+    """Shared-memory buffers, program and arguments of `fold_tiles`, for use in a kernel of its own or beside
+    others.
 
-    program(cta, ctas, references to the arguments, **buffers) serves every `ctas`-th tile from the `cta`-th.
+    serve(references to the arguments, worker, workers, buffers, rows) takes every `workers`-th tile of the
+    plan's last `rows` rows (None: those that flush) from the `worker`-th on; a worker is a warpgroup. stages:
+    tiles of a worker that are in flight or in work.
     """
     plgpu = mosaic_gpu()
     geo = geometry
@@ -166,7 +168,7 @@ def fold_program(
     planned = operands.cursor is not None
 
     def staged(*shape: int, dtype: Any) -> Any:
-        return plgpu.SMEM((STAGES, *shape), dtype)
+        return plgpu.SMEM((stages, *shape), dtype)
 
     scratch = {}
     if history:
@@ -182,23 +184,9 @@ def fold_program(
             "new_scalars": tuple(staged(8, width, dtype=jnp.float32) for _ in range(rule.scalars)),
         }
         copies = 4 + 2 * granules + 2 * rule.scalars
-        scratch["barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES)
+        scratch["barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
 
-    def program(
-        cta: jax.Array,
-        ctas: int,
-        refs: tuple,
-        *,
-        tile: Any = None,
-        values: Any = None,
-        keys: Any = None,
-        scalars: tuple = (),
-        new_values: Any = None,
-        new_keys: Any = None,
-        reader: Any = None,
-        new_scalars: tuple = (),
-        barrier: Any = None,
-    ) -> None:
+    def serve(refs: tuple, worker: Any, workers: int, buffers: dict, rows: Any = None) -> None:
         out, state, *rest = refs
         if history:
             values_ring, keys_ring, *rest = rest
@@ -209,14 +197,21 @@ def fold_program(
         if planned:
             cursor_in, counts_in, *rest = rest
         constants_in = rest
+        if history:
+            tile, barrier, reader = (buffers[name] for name in ("tile", "barrier", "reader"))
+            values, keys, scalars = (buffers[name] for name in ("values", "keys", "scalars"))
+            new_values, new_keys, new_scalars = (
+                buffers["new_" + name] for name in ("values", "keys", "scalars")
+            )
         if fused and history:
-            pin_plain(plgpu, [tile, values, keys, *scalars, new_values, new_keys, reader, *new_scalars])
-        total = (counts_in[1] if planned else geo.batch) * row_tiles
-        steps = lax.div(jnp.maximum(total - cta + ctas - 1, 0), ctas)
+            pin_plain(plgpu, [ref for ref in jax.tree.leaves(buffers) if ref is not buffers["barrier"]])
+        if rows is None:
+            rows = counts_in[1] if planned else geo.batch
+        steps = lax.div(jnp.maximum(rows * row_tiles - worker + workers - 1, 0), workers)
 
         def locate(step: jax.Array) -> tuple:
             """Row, start and length, group, tile in the group, its first head and a copy's first head."""
-            index = cta + step * ctas
+            index = worker + step * workers
             row, within = lax.div(index, row_tiles), lax.rem(index, row_tiles)
             start = length = jnp.int32(0)
             if planned:
@@ -235,9 +230,9 @@ def fold_program(
             for g in range(granules):
                 live = granule_live(g * granule, granule, start, length, ring)
                 source = block if interpret is not None else jnp.where(live, block, geo.batch * groups)
-                rows = pl.ds(g * granule, granule)
-                plgpu.copy_gmem_to_smem(values_ring.at[source, rows, part], values.at[stage, rows], landed)
-                plgpu.copy_gmem_to_smem(keys_ring.at[source, rows], keys.at[stage, rows], landed)
+                slots = pl.ds(g * granule, granule)
+                plgpu.copy_gmem_to_smem(values_ring.at[source, slots, part], values.at[stage, slots], landed)
+                plgpu.copy_gmem_to_smem(keys_ring.at[source, slots], keys.at[stage, slots], landed)
             plgpu.copy_gmem_to_smem(values_in.at[block, :, part], new_values.at[stage], landed)
             plgpu.copy_gmem_to_smem(keys_in.at[block], new_keys.at[stage], landed)
             plgpu.copy_gmem_to_smem(reader_in.at[block], reader.at[stage], landed)
@@ -247,9 +242,9 @@ def fold_program(
                     into = target.at[stage, pl.ds(0, count)]
                     plgpu.copy_gmem_to_smem(source.at[row, :, heads], into, landed)
 
-        def serve(step: jax.Array, carry: None) -> None:
+        def one_tile(step: jax.Array, carry: None) -> None:
             row, start, length, group, part, first_head, aligned = locate(step)
-            stage = lax.rem(step, STAGES)
+            stage = lax.rem(step, stages)
             block = row * groups + group
 
             def place_of(token: int) -> jax.Array:
@@ -374,20 +369,20 @@ def fold_program(
                 # Every warp has read the stage before the next copies overwrite it.
                 plgpu.commit_smem()
 
-                @pl.when(step + STAGES < steps)
+                @pl.when(step + stages < steps)
                 def _():
-                    issue(step + STAGES, stage)
+                    issue(step + stages, stage)
 
             return carry
 
         if history:
-            for stage in range(STAGES):
+            for stage in range(stages):
 
                 @pl.when(stage < steps)
                 def _(stage=stage):
                     issue(jnp.int32(stage), jnp.int32(stage))
 
-        lax.fori_loop(0, steps, serve, None)
+        lax.fori_loop(0, steps, one_tile, None)
 
     rings = [operands.values, operands.keys, *operands.scalars] if history else []
     arguments = [
@@ -403,4 +398,4 @@ def fold_program(
         arguments += [operands.cursor, operands.counts]
     if has_constants:
         arguments.append(operands.constants)
-    return scratch, program, arguments
+    return scratch, serve, arguments
