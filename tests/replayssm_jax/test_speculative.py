@@ -6,9 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from scipy.stats import chi2
 
+import replayssm_jax as rs
 from replayssm_jax import speculative
+from replayssm_jax.cache import init_cache
+from replayssm_jax.decode import FlatModel, Rows, decode
+from replayssm_jax.drafters import ModelDrafter
 from replayssm_jax.sampling import (
     Purpose,
     Sampling,
@@ -28,21 +33,30 @@ def params(vocab_size=VOCAB, stop_ids=(), **options):
     return sampling_params(Sampling(**options), vocab_size, stop_ids)
 
 
-def scored(best: list[list[int]]) -> jnp.ndarray:
+def judged(logits, tokens, count, given):
+    """`accept` for rows of windows of four tokens, by the one program that serves up to 500 rows."""
+    rows = len(tokens)
+
+    def padded(values, *shape, dtype):
+        array = np.zeros((500, *shape), dtype)
+        array[:rows] = values
+        return jnp.asarray(array)
+
+    index = jnp.arange(500, dtype=jnp.int32)
+    logits = padded(logits, 4, VOCAB, dtype=np.float32)
+    drafts = Drafts(padded(tokens, 3, dtype=np.int32), None, padded(count, dtype=np.int32))
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], accepted(logits, drafts, index, index, given))
+
+
+def scored(best: list[list[int]]) -> np.ndarray:
     """Logits [B, T, V] whose largest entries are at `best`."""
-    return jnp.where(jax.nn.one_hot(jnp.asarray(best), VOCAB) > 0, -1.0, -3.0)
-
-
-def drafted(tokens: list[list[int]], count: list[int]) -> Drafts:
-    return Drafts(jnp.asarray(tokens, jnp.int32), None, jnp.asarray(count, jnp.int32))
+    return np.where(np.asarray(best)[..., None] == np.arange(VOCAB), -1.0, -3.0)
 
 
 def test_greedy_drafts_stand_up_to_the_first_wrong_one():
     best = [[1, 2, 3, 4]] * 7
     drafts = [[1, 2, 3], [0, 2, 3], [1, 0, 3], [1, 2, 0], [1, 2, 3], [1, 2, 3], [1, 2, 2]]
-    count = [3, 3, 3, 3, 2, 0, 3]
-    zero = jnp.zeros((7,), jnp.int32)
-    verdict = accepted(scored(best), drafted(drafts, count), zero, zero, params())
+    verdict = judged(scored(best), drafts, [3, 3, 3, 3, 2, 0, 3], params())
     assert verdict.count.tolist() == [4, 1, 2, 3, 3, 1, 3]
     for row, kept in zip(verdict.tokens.tolist(), verdict.count.tolist(), strict=True):
         assert row[:kept] == [1, 2, 3, 4][:kept]
@@ -53,36 +67,35 @@ def test_greedy_drafts_stand_up_to_the_first_wrong_one():
 
 def test_B16_no_padding_row_of_the_head_is_kept_or_drawn():
     # Ids 4 and 5 are padding with the largest logits; a draft of 5 is the best of the whole head.
-    logits = jnp.broadcast_to(jnp.asarray([0.0, 3.0, 1.0, 2.0, 8.0, 9.0]), (500, 2, VOCAB))
-    index = jnp.arange(500, dtype=jnp.int32)
-    drafts = Drafts(jnp.full((500, 1), 5, jnp.int32), None, jnp.ones_like(index))
+    logits = np.broadcast_to(np.float32([0.0, 3.0, 1.0, 2.0, 8.0, 9.0]), (500, 4, VOCAB))
     for options in ({}, {"temperature": 1.0}):
-        verdict = accepted(logits, drafts, index, index, params(vocab_size=4, **options))
+        verdict = judged(logits, [[5, 5, 5]] * 500, [3] * 500, params(vocab_size=4, **options))
         assert verdict.count.tolist() == [1] * 500
-        assert int(verdict.tokens.max()) == (1 if not options else 3)
-    token, q = draw_drafts(logits[:, 0], index, index, params(vocab_size=4, temperature=9.0))
+        assert verdict.tokens.max() == (1 if not options else 3)
+    index = jnp.arange(500, dtype=jnp.int32)
+    given = params(vocab_size=4, temperature=9.0)
+    token, q = jax.jit(draw_drafts)(jnp.asarray(logits[:, 0]), index, index, given)
     assert int(token.max()) < 4 and not np.asarray(q[:, 4:]).any()
 
 
 def test_logits_that_are_not_finite_count_only_where_they_decided():
-    logits = scored([[1, 2, 3]] * 3)
-    logits = logits.at[0, 2].set(jnp.nan).at[1, 1, 0].set(jnp.inf).at[2, 1].set(jnp.nan)
-    zero = jnp.zeros((3,), jnp.int32)
-    verdict = accepted(logits, drafted([[0, 2], [1, 0], [1, 2]], [2, 2, 2]), zero, zero, params())
+    logits = scored([[1, 2, 3, 4]] * 3)
+    logits[0, 2], logits[1, 1, 0], logits[2, 1] = np.nan, np.inf, np.nan
+    verdict = judged(logits, [[0, 2, 3], [1, 0, 0], [1, 2, 3]], [3, 3, 3], params())
     assert verdict.count.tolist() == [1, 3, 2]
-    assert verdict.finite.tolist() == [[True, True, False], [True, False, True], [True, False, True]]
+    assert verdict.finite[:, :3].tolist() == [[True, True, False], [True, False, True], [True, False, True]]
 
 
 def test_rows_without_drafts_draw_what_plain_decoding_draws():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(500, 3, VOCAB)), jnp.float32)
+    logits = np.random.default_rng(0).normal(size=(500, 4, VOCAB)).astype(np.float32)
     prompt = jnp.arange(500, dtype=jnp.int32)
     none, _ = NoDrafts().draft(None, (), prompt, prompt, prompt, params(), 0)
     for options in ({}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}):
         given = params(seed=3, **options)
         keys = token_keys(given.seed, prompt, prompt + 1, Purpose.SAMPLE)
-        token, logprob, _ = jax.jit(sample)(logits[:, 0], keys, given)
-        for window, drafts in ((1, none), (3, drafted([[1, 2]] * 500, [0] * 500))):
-            verdict = accepted(logits[:, :window], drafts, prompt, prompt, given)
+        token, logprob, _ = jax.jit(sample)(jnp.asarray(logits[:, 0]), keys, given)
+        plain = accepted(jnp.asarray(logits[:, :1]), none, prompt, prompt, given)
+        for verdict in (plain, judged(logits, [[1, 2, 3]] * 500, [0] * 500, given)):
             assert verdict.count.tolist() == [1] * 500
             np.testing.assert_array_equal(verdict.tokens[:, 0], token)
             # Two programs round a log-softmax of logits up to 4 differently.
@@ -137,33 +150,70 @@ def three_tokens(given, drafts: int, deterministic: bool):
     return text[:, 1:4]
 
 
-def deviation(options: dict, drafts: int, deterministic: bool) -> tuple[float, int]:
-    """Chi-square of the three-token texts against the target's own distribution; degrees of freedom."""
-    given = params(seed=11, **options)
+class TableModel(nnx.Module):
+    """Logits that depend on the last token only."""
+
+    def __init__(self, table):
+        self.table = nnx.Param(jnp.asarray(table))
+
+    def __call__(self, tokens, segment, layers):
+        return tokens[..., None].astype(jnp.float32), layers
+
+    def logits(self, hidden):
+        return self.table[...][hidden[..., 0].astype(jnp.int32)]
+
+    def init_cache(self, batch, max_length, replay):
+        return init_cache((), (), batch, max_length, replay=replay, dtype=jnp.float32)
+
+
+def three_tokens_of_the_loop(given):
+    """The same by the decoding loop with a model as its drafter, from texts of five tokens."""
+    replay = rs.ReplayConfig(buffer_length=4, window=4)
+    model, drafter = TableModel(TARGET), ModelDrafter(TableModel(DRAFTER))
+    prompt, yes = jnp.arange(ROWS, dtype=jnp.int32), jnp.ones((ROWS,), bool)
+    rows = Rows(jnp.zeros_like(prompt), yes, jnp.full_like(prompt, 5), prompt, jnp.copy(yes))
+    cache, state = model.init_cache(ROWS, 8, replay), drafter.init(model, ROWS, 8, replay)
+    flat = FlatModel.of(model), FlatModel.of(drafter)
+    one = np.int32(1)
+    rows, cache, _, block = decode(*flat, rows, cache, state, np.ones(ROWS, bool), 16 * one, one, given, 3)
+    assert (np.asarray(block.count) == 5).all() and (np.asarray(cache.position) == 5).all()
+    assert 0.1 < int(block.tally.accepted) / int(block.tally.drafted) < 0.9
+    return block.tokens[:, :3]
+
+
+def deviation(texts, given) -> tuple[float, int]:
+    """Chi-square of texts of three tokens against the target's own distribution; degrees of freedom."""
     counts = np.zeros((VOCAB,) * 3)
-    np.add.at(counts, tuple(np.asarray(three_tokens(given, drafts, deterministic)).T), 1)
+    np.add.at(counts, tuple(np.asarray(texts).T), 1)
     p = np.asarray(filtered_probabilities(jnp.asarray(TARGET), given), np.float64)
     expected = ROWS * p[0][:, None, None] * p[:, :, None] * p[None]
     assert not counts[expected == 0].any()
     # The rule of thumb for chi-square: cells that expect fewer than five texts are counted as one.
     rare = expected < 5
-    cells = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
-    seen, wanted = (values[cells[1] > 0] for values in cells)
+    seen, wanted = (np.append(cells[~rare], cells[rare].sum()) for cells in (counts, expected))
+    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
     return float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
 
 
 FILTERS = [
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_k": 4, "top_p": 0.9},
-    {"temperature": 1.5, "min_p": 0.3},
+    params(seed=11, temperature=1.0),
+    params(seed=12, temperature=0.8, top_k=4, top_p=0.9),
+    params(seed=13, temperature=1.5, min_p=0.3),
 ]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("drafts", [1, 3])
-def test_sampled_texts_have_the_targets_distribution(drafts, deterministic):
-    for options in FILTERS:
-        statistic, freedom = deviation(options, drafts, deterministic)
+@pytest.mark.parametrize(
+    "texts_of",
+    [
+        functools.partial(three_tokens, drafts=3, deterministic=False),
+        functools.partial(three_tokens, drafts=3, deterministic=True),
+        three_tokens_of_the_loop,
+    ],
+    ids=["drawn", "deterministic", "loop"],
+)
+def test_sampled_texts_have_the_targets_distribution(texts_of):
+    for given in FILTERS:
+        statistic, freedom = deviation(texts_of(given), given)
         assert statistic < chi2.isf(1e-4, freedom)
 
 
@@ -175,7 +225,7 @@ def test_the_same_test_fails_for_a_wrong_rule(deterministic, monkeypatch):
     monkeypatch.setattr(speculative, "_by_chance", lambda *arguments: by_chance(*arguments))
     three_tokens.clear_cache()
     try:
-        statistic, freedom = deviation(FILTERS[0], 1, deterministic)
+        statistic, freedom = deviation(three_tokens(FILTERS[0], 1, deterministic), FILTERS[0])
     finally:
         three_tokens.clear_cache()
     assert statistic > chi2.isf(1e-12, freedom)
