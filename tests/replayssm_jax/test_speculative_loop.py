@@ -12,9 +12,9 @@ import replayssm_jax as rs
 from replayssm_jax import scheduler
 from replayssm_jax.api import Loaded
 from replayssm_jax.drafters import NGramDrafter, Speculative
-from replayssm_jax.generate import generate, stream
+from replayssm_jax.generate import generate, stream, warmup
 from replayssm_jax.sampling import Sampling
-from tests.replayssm_jax.chain_model import chain, loaded_chain
+from tests.replayssm_jax.chain_model import byte_tokenizer, chain, loaded_chain
 from tests.replayssm_jax.planted import Planted
 from tests.replayssm_jax.states import assert_same_state
 from tests.tiny_models import FAMILIES, VOCAB, full_logits, hot_model, nemotron_config, random_tokens
@@ -264,3 +264,153 @@ def test_a_smaller_model_drafts_from_a_cache_of_its_own():
         assert again.tokens == alone("gated_delta", known, 13)
         if drafter is target:
             assert again.stats.draft_acceptance == 1.0
+
+
+# Rows, texts and compilations, around a model whose text is known.
+
+CHAIN = loaded_chain()
+NGRAM = Speculative("ngram", 3)
+# Its drafts are the chain's own, so a window is as long as the budget lets it be.
+SELF = Speculative(CHAIN, 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_prompt_yields_the_same_in_any_row_and_company(temperature):
+    prompts = random_prompts(3, 20, 1, 40, 7)
+    sampling = Sampling(19, temperature=temperature, top_p=0.95, seed=9)
+    together = generate(CHAIN, prompts, sampling, speculative=SELF)
+    assert (together.tokens == [chain(prompt, 19) for prompt in prompts]) == (temperature == 0)
+    assert 1 < together.stats.tokens_per_step <= 4
+    for rows in (1, 2):
+        out = generate(CHAIN, prompts, sampling, speculative=SELF, max_rows=rows)
+        assert out.tokens == together.tokens
+        np.testing.assert_allclose(out.logprobs, together.logprobs, atol=2 * 2**-15)
+    assert position(together) == [len(prompt) + 18 for prompt in prompts]
+
+
+def test_logprobs_are_the_targets_own():
+    prompts = random_prompts(3, 20)
+    plain = generate(CHAIN, prompts, Sampling(19))
+    out = generate(CHAIN, prompts, Sampling(19), speculative=NGRAM)
+    assert out.tokens == plain.tokens
+    # Logits up to 257, whose log-softmax two programs may round differently.
+    np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=2 * 2**-15)
+
+
+def test_spread_flushes_keep_the_text():
+    prompts = random_prompts(3, 3, 3)
+    out = generate(CHAIN, prompts, Sampling(18), speculative=SELF, spread_flushes=True)
+    assert out.tokens == [chain(prompt, 18) for prompt in prompts]
+
+
+def planted_text(text: str) -> Loaded:
+    """Its greedy continuation of a prompt of one token is `text` and `<end>`, over and over."""
+    tokenizer = byte_tokenizer()
+    script = [*tokenizer(text)["input_ids"], 256]
+    return loaded_chain(tokenizer=tokenizer, stop_ids=[256], script=script)
+
+
+def test_a_stop_string_cuts_a_window_and_keeps_the_row_exact():
+    loaded = planted_text("One.\n\nTwo.")
+    right = Speculative(loaded, 3)
+    sampling = Sampling(40, stop_strings=["\n\n", "never"])
+    # After the first token the windows are "ne.\n" and "\nTwo": the second is cut after its first token.
+    out = generate(loaded, [[0]], sampling, speculative=right)
+    assert (out.text, out.finish_reasons, len(out.tokens[0]), position(out)) == (["One."], ["stop"], 6, [6])
+    assert len(out.logprobs[0]) == 6
+    rest = generate(loaded, None, Sampling(40), continue_from=out, speculative=right)
+    # Two of the last three drafts lie behind the stop id.
+    assert (rest.text, rest.stats.draft_acceptance) == (["Two."], 4 / 6)
+    pieces = list(stream(loaded, [[0]], sampling, speculative=right))
+    assert "".join(piece.text for piece in pieces) == "One."
+    assert [token for piece in pieces for token in piece.tokens] == out.tokens[0]
+    # Two rows, of which one is cut and refilled while the other goes on.
+    three = generate(loaded, [[0], [0, 1], [0]], sampling, speculative=right, max_rows=2)
+    assert three.text == [out.text[0], generate(loaded, [[0, 1]], sampling).text[0], out.text[0]]
+
+
+def test_streamed_windows_join_to_the_text():
+    loaded = planted_text("naïve – 日本 👩‍🚀!")
+    pieces = list(stream(loaded, [[0], [0]], speculative=Speculative(loaded, 4)))
+    for i in range(2):
+        assert "".join(piece.text for piece in pieces if piece.prompt == i) == "naïve – 日本 👩‍🚀!"
+
+
+def test_B24_accepted_counts_and_options_compile_nothing():
+    loaded = loaded_chain(vocab=103)
+    prompts = random_prompts(3, 9, 20, 2)
+    texts = [chain(prompt, 60, 103) for prompt in prompts]
+    plan = [[(3, place) for place in range(4)], [(0, 0), (2, 1)] * 2, [(1, 1)] * 4, [(3, 3)] * 4]
+    given = drafted(prompts, texts, plan, 3, 103)
+    assert warmup(loaded, rows=2, longest_prompt=20, speculative=given).compilations > 0
+    for sampling in (Sampling(60), Sampling(30, temperature=1.0, top_k=5), Sampling(7, stop_ids=(4,))):
+        out = generate(loaded, prompts, sampling, max_rows=2, speculative=given)
+        assert out.stats.compilations == 0
+
+
+def test_statistics_of_the_drafts():
+    text = chain([1], 41)
+    # Windows of 4, 1, 4, 1, ... tokens: 40 tokens after the first in 16 steps. 24 drafts of 45 stand, as the
+    # last window has no room for any.
+    given = drafted([[1]], [text], [[(3, 3), (3, 0)]], 3, 257)
+    stats = generate(CHAIN, [[1]], Sampling(41), speculative=given).stats
+    assert (stats.steps, stats.tokens_per_step, stats.draft_acceptance) == (16, 2.5, 24 / 45)
+    # 13 entries at most before a window of 4: flushes at lengths 15, 13 or 14, 15, 13 or 14.
+    length = entries = flushes = 0
+    for step in range(16):
+        if length + 4 > 16:
+            length, flushes = 0, flushes + 1
+        entries += length
+        length += 1 if step % 2 else 4
+    assert (stats.flushes, stats.flush_rate) == (flushes, flushes / 16)
+    assert stats.ring_occupancy == entries / 16
+    plain = generate(CHAIN, [[1]], Sampling(41)).stats
+    assert (plain.tokens_per_step, plain.draft_acceptance) == (1.0, 0.0)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("drafter", "count", "message"),
+    [
+        ("mtp", 0, "draft_tokens must be an integer of at least 1, got 0"),
+        ("mtp", True, "draft_tokens must be an integer of at least 1, got True"),
+        ("medusa", 3, 'drafter must be "mtp", "ngram", a model from load, or a Drafter, got .medusa'),
+        (None, 3, "drafter must be .* got None"),
+    ],
+)
+def test_what_cannot_draft_is_refused(drafter, count, message):
+    with pytest.raises(ValueError, match=message):
+        Speculative(drafter, count)
+
+
+def test_what_does_not_fit_the_checkpoint_is_refused():
+    prompts = [[1, 2]]
+    for options, message in (
+        ({"speculative": Speculative("mtp")}, 'drafter="mtp", but .* has no multi-token-prediction head'),
+        ({"speculative": NGRAM, "replay": None}, r"draft_tokens=3 needs window=4, but an eager cache"),
+        (
+            {"speculative": NGRAM, "replay": rs.ReplayConfig(window=2)},
+            "draft_tokens=3 needs window=4, but replay has window=2",
+        ),
+        (
+            {"speculative": NGRAM, "replay": rs.ReplayConfig(buffer_length=3)},
+            "draft_tokens=3 needs window=4, and buffer_length must be at least that, but it is 3",
+        ),
+        (
+            {"speculative": Speculative(loaded_chain(vocab=101), 3)},
+            "has a vocabulary of 101 ids, of which 101 are tokens, but .* has one of 257 and 257",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(CHAIN, prompts, **options)
+    plain = generate(CHAIN, prompts, Sampling(3))
+    with pytest.raises(ValueError, match="continue_from has window=1, but draft_tokens=3 needs window=4"):
+        generate(CHAIN, None, Sampling(3), continue_from=plain, speculative=NGRAM)
+    drafted_once = generate(CHAIN, prompts, Sampling(3), speculative=NGRAM)
+    with pytest.raises(ValueError, match="continue_from was made with another drafter, or without one"):
+        generate(CHAIN, None, Sampling(3), continue_from=drafted_once, speculative=SELF)
+    again = generate(CHAIN, None, Sampling(3), continue_from=drafted_once)
+    with pytest.raises(ValueError, match="continue_from was made with another drafter, or without one"):
+        generate(CHAIN, None, Sampling(3), continue_from=again, speculative=NGRAM)
