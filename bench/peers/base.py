@@ -45,7 +45,7 @@ class Peer(abc.ABC):
             return torch.randn(*size, generator=generator, device="cuda", dtype=dtype)
 
         self.normal = normal
-        self.cached = torch.zeros(case.batch, dtype=torch.int32, device="cuda")
+        self.cached, self.start = torch.zeros(2, case.batch, dtype=torch.int32, device="cuda")
         self.allocate()
 
     @abc.abstractmethod
@@ -103,8 +103,6 @@ class RingPeer(Peer):
     slots: int
 
     def set_lengths(self, lengths: np.ndarray) -> None:
-        if not hasattr(self, "start"):
-            self.start = self.torch.zeros_like(self.cached)
         folded = self.cached * (self.cached + self.window > self.buffer_length)
         self.start.copy_((self.start + folded) % self.slots)
         self.cached.copy_(self.torch.as_tensor(lengths, dtype=self.torch.int32))
