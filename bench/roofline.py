@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from bench.e2e_models import depth_cut, published
+from bench.kernel_cases import COPY_BYTES_A_US, READ_BYTES_A_US
 from models.checkpoint import abstract_model
 from models.config import ModelConfig
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
@@ -32,8 +33,8 @@ class Ceilings:
     """Speeds of a device. The bandwidths are measured on one H200 (read-only stream; copy, both directions
     counted), the arithmetic is the data sheet's for dense bfloat16."""
 
-    read: float = 4.58e12
-    copy: float = 4.29e12
+    read: float = READ_BYTES_A_US * 1e6
+    copy: float = COPY_BYTES_A_US * 1e6
     flops: float = 989e12
 
 

@@ -23,6 +23,8 @@ class PeerLayer:
         self.candidates = [
             candidate for candidate in small.candidates() if timing.runs(small.launch, candidate)
         ]
+        if not self.candidates:
+            raise RuntimeError("the kernel runs with none of its launch parameters")
         self.stamped = small.stamped
         small.wait()
         self.best: tuple[int, ...] = ()
