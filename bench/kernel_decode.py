@@ -105,6 +105,8 @@ def run(listed: list[Case], options: argparse.Namespace, result: dict) -> None:
         try:
             case, note, records = results.get(timeout=1.0)
         except queue.Empty:
+            if time.monotonic() > deadline + 5.0:
+                break
             continue
         if records is None:
             left[case] = note
@@ -117,7 +119,8 @@ def run(listed: list[Case], options: argparse.Namespace, result: dict) -> None:
         if all(reason != "not reached" for reason in left.values()):
             break
     for process in workers:
-        process.join(timeout=5.0)
+        process.join(timeout=2.0)
+        process.terminate()
 
 
 def parser(documentation: str, out: Path) -> argparse.ArgumentParser:

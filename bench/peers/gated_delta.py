@@ -104,12 +104,8 @@ class AuthorsReplay(PackedPeer):
         self.g_cache = -torch.empty(rows, shape.heads, length, device="cuda").uniform_(0.001, 0.5)
 
     def candidates(self) -> list[tuple[int, ...]]:
-        small = [(block, warps, 3, parts) for block in (32, 64) for warps in WARPS for parts in (1, 2, 4)]
-        return (
-            small
-            + [(64, warps, 2, parts) for warps in (1, 2) for parts in (2, 4)]
-            + [(128, 4, 3, 2), (128, 4, 3, 4)]
-        )
+        blocks = [(block, warps, 3, parts) for block in (32, 64) for warps in WARPS for parts in (2, 4)]
+        return [*blocks, (64, 1, 2, 2), (64, 2, 2, 2), (128, 4, 3, 4)]
 
     def launch(self, parameters: tuple[int, ...]) -> None:
         named = dict(zip(self.parameters, parameters, strict=True))
@@ -149,13 +145,8 @@ class AuthorsVerify(RingPeer, PackedPeer):
         self.flush[1:].copy_(self.cached + self.window > self.buffer_length)
 
     def candidates(self) -> list[tuple[int, ...]]:
-        return [
-            (block, warps, parts, stages, 2)
-            for block in (32, 64)
-            for warps in (1, 2, 4)
-            for parts in (1, 2, 4)
-            for stages in (2, 3)
-        ] + [(64, 1, 2, 2, 4)]
+        blocks = [(block, warps, parts, 2, 2) for block in (32, 64) for warps in WARPS for parts in (2, 4)]
+        return [*blocks, (64, 1, 2, 3, 2), (64, 1, 2, 2, 4)]
 
     def launch(self, parameters: tuple[int, ...]) -> None:
         *verify, flush_parts = parameters
@@ -198,7 +189,7 @@ class FlashLinearAttention(Peer):
         )
 
     def candidates(self) -> list[tuple[int, ...]]:
-        return [(block, warps, order) for block in (8, 16, 32) for warps in WARPS for order in (0, 1)]
+        return [(block, warps, 1) for block in (8, 16, 32) for warps in WARPS] + [(8, 1, 0), (16, 1, 0)]
 
     def launch(self, parameters: tuple[int, ...]) -> None:
         block, warps, order = parameters

@@ -115,8 +115,9 @@ class VllmReplay(Mamba2Peer):
         self.products = torch.zeros(self.batch, shape.groups, length, device="cuda")
 
     def candidates(self) -> list[tuple[int, ...]]:
-        reads = [(block, warps, tile) for block in (16, 32, 64) for warps in (1, 2) for tile in (32, 64, 128)]
-        return [(*read, 128, 2) for read in reads] + [(*read, 64, 2) for read in reads if read[0] == 16]
+        reads = [(block, warps, tile) for block in (16, 32) for warps in (1, 2) for tile in (32, 64, 128)]
+        reads += [(64, 2, 32), (64, 2, 64)]
+        return [(*read, 128, 2) for read in reads] + [(16, 1, 64, 64, 2), (32, 2, 32, 64, 2)]
 
     def set_lengths(self, lengths: np.ndarray) -> None:
         super().set_lengths(lengths)
@@ -209,9 +210,8 @@ class AuthorsVerify(RingPeer):
         self.flush[1:].copy_(self.cached + self.window > self.buffer_length)
 
     def candidates(self) -> list[tuple[int, ...]]:
-        reads = [
-            (block, warps, tile, 2) for block in (16, 32, 64) for warps in (1, 2) for tile in (32, 64, 128)
-        ]
+        reads = [(block, warps, tile, 2) for block in (16, 32) for warps in (1, 2) for tile in (32, 64, 128)]
+        reads += [(64, 2, 32, 2), (64, 2, 64, 2)]
         return [(*read, 32, 1) for read in reads] + [(32, 2, 64, 2, 16, 1), (32, 2, 64, 2, 32, 2)]
 
     def launch(self, parameters: tuple[int, ...]) -> None:
