@@ -91,6 +91,26 @@ def by_batch(records: list[dict]) -> str:
     return _rows(["shape", *map(str, batches)], rows)
 
 
+def by_window(records: list[dict], batch: int = 256) -> str:
+    """Microseconds of a step of T tokens at the true flush rate, and the fastest peer's at T = 4."""
+    rows = []
+    for shape in MAIN:
+
+        def verify(method: str, window: int, shape: str = shape) -> dict | None:
+            fields = {"shape": shape, "batch": batch, "op": "verify", "phases": "random"}
+            return pick(records, method=method, window=window, **fields)
+
+        ours, peer = {window: verify("replay", window) for window in (2, 4, 8)}, verify(REPLAY_PEERS[0], 4)
+        if any(ours.values()):
+            rows.append([f"`{shape}`", *map(_time, ours.values()), _named(peer), _ratio(peer, ours[4])])
+    return _rows(["shape", "T = 2", "T = 4", "T = 8", "T = 4, peer", "over the peer"], rows)
+
+
+def tables(records: list[dict]) -> list[str]:
+    """The tables of the README."""
+    return [headline(records), by_batch(records), by_window(records), by_format(records)]
+
+
 def by_format(records: list[dict], batch: int = 256) -> str:
     """Microseconds of a step in which no row flushes, by tokens a step and by format of the state."""
     columns = [(1, "fp32"), (2, "fp32"), (4, "fp32"), (8, "fp32"), (1, "bf16"), (1, "fp16")]
@@ -120,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("result", type=Path)
     records = json.loads(parser.parse_args().result.read_text())["records"]
-    print(headline(records), by_batch(records), by_format(records), sep="\n\n")
+    print(*tables(records), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ RECORDS = [
     record("replay", 10.0, batch=1),
     record("replay", 290.0, phases="synchronised"),
     record("replay", 310.0, op="nonflush", phases="synchronised", window=4),
+    record("replay", 400.0, op="verify", window=4),
+    record("peer:authors-replay", 500.0, op="verify", window=4),
     record("eager", 540.0),
     record("eager", 12.0, batch=1),
     record("peer:vllm", 560.0),
@@ -38,6 +40,11 @@ def test_ratios_by_batch_leave_out_what_was_not_measured():
 
 def test_formats_and_windows_are_steps_without_a_flush():
     assert kernel_report.by_format(RECORDS).split("\n")[2] == "| `super` | - | - | 310 | - | - | - |"
+
+
+def test_windows_are_steps_at_the_true_flush_rate():
+    line = kernel_report.by_window(RECORDS).split("\n")[2]
+    assert line == "| `super` | - | 400 | - | 500 (authors) | 1.25 |"
 
 
 def test_curves_fall_back_to_our_eager_kernel_where_a_batch_has_no_peer():
