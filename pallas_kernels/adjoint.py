@@ -22,7 +22,7 @@ def adjoint_block(
     """The adjoint recurrence over a block of 16 tokens, in a warp for 16 rows of (reader, head).
 
     refs in shared memory: keys [slots, K], readers of the call [T, K], log decays and betas [slots, heads],
-    then the results: weights [T, heads, slots] and readers z [T, H', K]. The block begins with token `first`
+    then the results: weights [T, H', slots] and readers z [T, H', K]. The block begins with token `first`
     of the row's `length` committed and T new ones; the first call is for the newest block.
     """
     keys, queries, log_decays, betas, weights, readers = refs
@@ -125,18 +125,17 @@ def adjoint_block(
 
     ops.loop(share, move, [])
 
-    lines = [t * geo.head_slots + h + offset for t, h in zip(reader, head, strict=True)]
     writes = [there & ops.equal(part, 0) for there in used]
     if newest:
         for half in range(2):
             for column in range(0, geo.slots, BLOCK):
                 zeros = [block.zero] * 4
-                ops.store(weights, lines[half], block.quad * 4 + column, zeros, writes[half])
+                ops.store(weights, places[half], block.quad * 4 + column, zeros, writes[half])
         ops.sync()
     for half in range(2):
         for k, (token, slot) in enumerate(zip(block.tokens, block.slots, strict=True)):
             there = writes[half] & (first + token < length + tokens)
-            ops.store(weights, lines[half], slot, [found[k // 2][2 * half + k % 2]], there)
+            ops.store(weights, places[half], slot, [found[k // 2][2 * half + k % 2]], there)
 
 
 def warp_parts(geo: Geometry, *, newest: bool) -> int:

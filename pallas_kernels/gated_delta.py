@@ -231,6 +231,7 @@ KERNELS = Kernels(
         coefficients=_coefficients,
         scratch=_scratch,
         apart=True,
+        compact=True,
         check=_check,
     ),
     token_rule=TokenRule(

@@ -306,6 +306,7 @@ class Recurrence:
     array. shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients`
     writes it. coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers
     from one group's data. apart: it runs in a warpgroup of its own, one group ahead of the tiles.
+    compact: with exact products it gives weights of the group's heads alone.
     scratch(plgpu, geometry, exact): extra SMEM buffers of `coefficients`. check(geometry): raises
     `Unsupported` on sizes that it cannot serve.
     """
@@ -317,6 +318,7 @@ class Recurrence:
     scratch: Callable[[Any, Geometry, bool], dict] = lambda plgpu, geometry, exact: {}
     check: Callable[[Geometry], None] = lambda geometry: None
     apart: bool = False
+    compact: bool = False
 
 
 @dataclasses.dataclass
@@ -408,6 +410,8 @@ def stream_window(
             "values": plgpu.SMEM((stages, geo.tile_slots, TILE), value_dtype),
         }
 
+    exact = fused and jnp.dtype(operands.new_keys.dtype) == jnp.dtype(operands.reader.dtype) == jnp.bfloat16
+    compact = exact and recurrence.compact
     # What a group's tiles need is kept twice when the next group's is computed meanwhile.
     halves = 2 if recurrence.apart else 1
     reader_halves = 2 if recurrence.shared_reader else 1
@@ -418,7 +422,9 @@ def stream_window(
             plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
         ),
         "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
-        "weights": plgpu.SMEM((halves, tokens, geo.head_slots, geo.slots), jnp.float32),
+        "weights": plgpu.SMEM(
+            (halves, tokens, geo.group_heads if compact else geo.head_slots, geo.slots), jnp.float32
+        ),
         "group_barrier": plgpu.Barrier(num_arrivals=group_copies),
         "cursor_barrier": plgpu.Barrier(num_arrivals=1),
     }
@@ -438,7 +444,6 @@ def stream_window(
         scratch["packed"] = plgpu.SMEM(
             (halves, heads, columns, geo.d_state), state_dtype, transforms=transforms(state_dtype)
         )
-    exact = fused and jnp.dtype(operands.new_keys.dtype) == jnp.dtype(operands.reader.dtype) == jnp.bfloat16
     scratch["extra"] = recurrence.scratch(plgpu, geo, exact)
     # A stage is a tile: of a state half as wide, twice as many keep the same bytes in flight.
     deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
@@ -667,7 +672,7 @@ def stream_window(
                 for k in range(geo.tile_heads):
                     h = jnp.minimum(head + k, geo.group_heads - 1) if geo.tile_heads > 1 else head
                     weight = plgpu.load(
-                        weights.at[half, t, offset + h, pl.ds(0, geo.tile_slots)],
+                        weights.at[half, t, h if compact else offset + h, pl.ds(0, geo.tile_slots)],
                         layout=values_layout.reduce(0),
                     )
                     if recurrence.shared_reader:

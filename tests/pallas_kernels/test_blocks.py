@@ -177,7 +177,7 @@ def test_adjoint_blocks_are_the_float64_loop(tokens, heads, length, slots, begin
     at = [(begin + j) % slots if j < length else slots + j - length for j in range(total)]
     if tokens > 2:
         decays[at[total // 3]] = -200.0
-    weights = np.full((tokens, geo.head_slots, geo.slots), np.nan, np.float32)
+    weights = np.full((tokens, heads, geo.slots), np.nan, np.float32)
     readers = np.full((tokens, heads, 64), np.nan, np.float32)
     refs = (keys, queries, decays, rates, weights.reshape(-1, geo.slots), readers.reshape(-1, 64))
     last = (total - 1) // BLOCK
@@ -195,10 +195,10 @@ def test_adjoint_blocks_are_the_float64_loop(tokens, heads, length, slots, begin
             final = serial("gated_delta", state[h], seen, np.full(64, offset + h), None)
             wanted = final @ queries[t].astype(np.float64)
             y = state[h] @ readers[t, h].astype(np.float64)
-            y += weights[t, offset + h].astype(np.float64) @ values[:, h].astype(np.float64)
+            y += weights[t, h].astype(np.float64) @ values[:, h].astype(np.float64)
             assert np.sqrt(np.mean((y - wanted) ** 2) / np.mean(wanted**2)) < 1e-6
     live = np.isin(np.arange(geo.slots), at)
-    assert not np.any(weights[:, offset : offset + heads][..., ~live])
+    assert not np.any(weights[..., ~live])
 
 
 @pytest.mark.parametrize("with_key", [False, True])
