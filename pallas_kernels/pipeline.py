@@ -720,7 +720,9 @@ def stream_window(
                 issue_group(first_group)
 
             if recurrence.apart:
-                lax.fori_loop(first_group, lax.div(end + tiles - 1, tiles), prepare, None)
+                # Without tiles nothing was issued, and a barrier would wait for ever.
+                after = jnp.where(begin < end, lax.div(end + tiles - 1, tiles), first_group)
+                lax.fori_loop(first_group, after, prepare, None)
 
         if recurrence.apart:
             pl.when(~serves_tiles)(serve_groups)

@@ -99,6 +99,15 @@ def test_window_is_exact_and_races_on_dead_ring_slots_only(name, tokens, dtypes,
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mamba2", "gated_delta"])
+def test_a_step_with_fewer_tiles_than_ctas(name):
+    case = cases.draw(SMALL[name], batch=3, tokens=1, buffer_length=7, slots=8)
+    parameters = launch.LaunchParameters(7, 2, 8)
+    check_step(case, [True, False, True], interpret=interpreter(), parameters=parameters)
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta"])
 def test_eager_step_is_the_float64_loop(name):
     case = cases.draw(SMALL[name], batch=2, tokens=1, buffer_length=1, slots=8)
     wanted, _ = cases.truth(case)
