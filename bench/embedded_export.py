@@ -12,7 +12,7 @@ from bench.embedded_shapes import CONFIGS, CONTEXT, END_OF_TEXT_ID
 from bench.embedded_text import END_OF_TEXT
 from models.checkpoint import FAMILIES
 from models.config import parse_config
-from models.matching import full_name
+from models.matching import MTP, full_name
 
 # What stands before the names of the trunk's tensors.
 PREFIXES = {"nemotron_h": "backbone.", "qwen3_5_text": "model."}
@@ -27,10 +27,11 @@ CHAT_TEMPLATE = (
 NOTICE = """\
 # {name}
 
-A small language model ({parameters:,} parameters) trained for the tests and examples of replayssm-jax by
-`bench/train_embedded.py`; it writes English verse and Python code of little meaning. Layout, tensor names
-and `config.json` are those of the published `{model_type}` models. The weights are under the Apache
-License 2.0.
+A small language model trained for the tests and examples of replayssm-jax by `bench/train_embedded.py`; it
+writes English verse and Python code of little meaning.
+It has {parameters}.
+Layout, tensor names and `config.json` are those of the published `{model_type}` models. The weights are under
+the Apache License 2.0.
 
 Trained on:
 
@@ -40,8 +41,8 @@ Trained on:
 - {code}, copyright Python Software Foundation, PSF License Agreement,
   https://docs.python.org/3/license.html
 
-Whole files were held out; `bench/results/train_{name}.json` in the source repository has the loss curve
-and the held-out bits a byte.
+Whole files were held out. `bench/results` in the source repository has the loss curve
+(`train_{name}.json`) and the held-out bits a byte (`evaluate_embedded.json`).
 """
 
 
@@ -80,11 +81,18 @@ def write_checkpoint(directory: Path, name: str, params: nnx.State, data: Path) 
     (directory / "tokenizer.json").write_bytes((data / "tokenizer.json").read_bytes())
     notice = NOTICE.format(
         name=name,
-        parameters=sum(array.size for array in tensors.values()),
+        parameters=_parameters(tensors),
         model_type=CONFIGS[name]["model_type"],
         code="the standard library of " + report["sources"]["code"].split(" of ")[1].split(",")[0],
     )
     (directory / "README.md").write_text(notice)
+
+
+def _parameters(tensors: dict[str, np.ndarray]) -> str:
+    count = sum(array.size for array in tensors.values())
+    head = sum(array.size for name, array in tensors.items() if name.startswith(MTP))
+    mtp = f", {head:,} of them in a multi-token-prediction head" if head else ""
+    return f"{count:,} parameters{mtp}"
 
 
 def _json(path: Path, value: dict) -> None:

@@ -1,11 +1,12 @@
 """Bits a byte of the embedded checkpoints on the held-out `test` files.
 
     python -m bench.embedded_text --out .data
-    python -m bench.evaluate_embedded --data .data --commit HASH
+    python -m bench.evaluate_embedded --data .data --commit HASH [--names tiny-qwen3.5]
 
 Stored weights, float32 arithmetic, contexts of CONTEXT tokens of which each new window repeats half. Records:
-`model`, `parameters`, `text` (`play` or `code`), `bytes`, `bits_a_byte`, `least_dt` (the least Mamba-2 step
-size met; null for a model without one).
+`model`, `parameters` (without a multi-token-prediction head), `text` (`play` or `code`), `bytes`,
+`bits_a_byte`, `least_dt` (the least Mamba-2 step size met; null for a model without one). With --names, the
+records of other models stay in the result file.
 """
 
 import argparse
@@ -29,12 +30,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Scores the embedded checkpoints.")
     parser.add_argument("--data", type=Path, required=True, help="folder that bench.embedded_text wrote")
     parser.add_argument("--commit", required=True, help="commit of the code, for the result file")
+    parser.add_argument("--names", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="models scored")
     parser.add_argument("--batch", type=int, default=2, help="windows scored at once")
     arguments = parser.parse_args()
     parts = json.loads((arguments.data / "text.json").read_text())["parts"]
-    result = result_file.head("bench.evaluate_embedded", arguments.commit) | {"records": []}
-    for name, kind in tqdm([(name, kind) for name in CONFIGS for kind in KINDS]):
-        model = rs.load(name, dtype=jnp.float32).model
+    file = result_file.RESULTS / "evaluate_embedded.json"
+    kept = json.loads(file.read_text())["records"] if file.exists() else []
+    kept = [record for record in kept if record["model"] not in arguments.names]
+    result = result_file.head("bench.evaluate_embedded", arguments.commit) | {"records": kept}
+    for name, kind in tqdm([(name, kind) for name in arguments.names for kind in KINDS]):
+        model = rs.load(name, dtype=jnp.float32, mtp=False).model
         tokens, size = np.load(arguments.data / f"test_{kind}.npy"), parts[f"test_{kind}"]["bytes"]
         with jax.default_matmul_precision("highest"):
             score = functools.partial(jax.jit(scores), model)
@@ -43,7 +48,7 @@ def main() -> None:
         record |= {"text": kind, "bytes": size, "bits_a_byte": round(bits, 4)}
         result["records"].append(record | {"least_dt": None if math.isinf(least) else round(least, 6)})
         tqdm.write(json.dumps(result["records"][-1]))
-    result_file.write(result, result_file.RESULTS / "evaluate_embedded.json")
+    result_file.write(result, file)
 
 
 if __name__ == "__main__":
