@@ -181,7 +181,7 @@ def filtered_logits(logits: Float[Array, "*B V"], params: SamplingParams) -> Flo
     likely one do. `softmax` of the result is the p (or q) that speculative sampling compares.
     """
     logits = within_vocabulary(logits, params.vocab_size)
-    return jax.lax.cond(params.temperature > 0, _warp, _only_the_best, logits, params)
+    return jax.lax.cond(params.temperature > 0, warped, _only_the_best, logits, params)
 
 
 def filtered_probabilities(logits: Float[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
@@ -195,7 +195,8 @@ def _only_the_best(logits: Float32[Array, "*B V"], params: SamplingParams) -> Fl
     return jnp.where(ids == best, jnp.float32(0), -jnp.inf)
 
 
-def _warp(logits: Float32[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
+def warped(logits: Float32[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
+    """`filtered_logits` at a temperature above 0, of logits `within_vocabulary`."""
     # The largest logit is subtracted first: no temperature, however small, then overflows.
     temperature = jnp.maximum(params.temperature, jnp.finfo(jnp.float32).tiny)
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
@@ -222,7 +223,7 @@ def _top_k_top_p_cut(logits: Float32[Array, "*B V"], params: SamplingParams) -> 
 def sample(
     logits: Float[Array, "B V"], keys: Key[Array, " B"], params: SamplingParams
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"], Bool[Array, " B"]]:
-    """Choose one token a row, by the Gumbel-max rule with the row's own key.
+    """Choose one token a row with the row's own key.
 
     logits: raw. Returns the tokens; their log-probabilities, which are the log-softmax of the *raw* logits
     over the vocabulary, before temperature and filters; and whether a row's logits held no NaN and no +inf
@@ -230,15 +231,20 @@ def sample(
     """
     allowed = within_vocabulary(logits, params.vocab_size)
 
-    def draw(allowed):
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, allowed.shape[-1:], jnp.float32))(keys)
-        return jnp.argmax(_warp(allowed, params) + noise, axis=-1).astype(jnp.int32)
+    def by_chance(allowed):
+        return draw(warped(allowed, params), keys)
 
     def best(allowed):
         return jnp.argmax(allowed, axis=-1).astype(jnp.int32)
 
-    tokens = jax.lax.cond(params.temperature > 0, draw, best, allowed)
+    tokens = jax.lax.cond(params.temperature > 0, by_chance, best, allowed)
     return tokens, log_probabilities(allowed, tokens), jnp.isfinite(jnp.max(allowed, axis=-1))
+
+
+def draw(scores: Float32[Array, "B V"], keys: Key[Array, " B"]) -> Int32[Array, " B"]:
+    """One token a row from unnormalised log-probabilities, by the Gumbel-max rule."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[-1:], jnp.float32))(keys)
+    return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
 
 
 def log_probabilities(logits: Float32[Array, "*B V"], tokens: Int32[Array, "*B"]) -> Float32[Array, "*B"]:

@@ -18,11 +18,10 @@ from replayssm_jax.config import DecodingConfig
 from replayssm_jax.sampling import (
     Purpose,
     SamplingParams,
-    filtered_logits,
-    filtered_probabilities,
+    draw,
     log_probabilities,
-    sample,
     token_keys,
+    warped,
     within_vocabulary,
 )
 
@@ -134,8 +133,18 @@ def draw_drafts(
 
     Returns the tokens and the probabilities that they were drawn from, by the target's own filters.
     """
-    token, _, _ = sample(logits, token_keys(params.seed, prompt, position, Purpose.DRAFT), params)
-    return token, filtered_probabilities(logits, params)
+    allowed = within_vocabulary(logits, params.vocab_size)
+
+    def by_chance(allowed):
+        scores = warped(allowed, params)
+        keys = token_keys(params.seed, prompt, position, Purpose.DRAFT)
+        return draw(scores, keys), jax.nn.softmax(scores, axis=-1)
+
+    def greedily(allowed):
+        best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+        return best, jax.nn.one_hot(best, allowed.shape[-1], dtype=jnp.float32)
+
+    return jax.lax.cond(params.temperature > 0, by_chance, greedily, allowed)
 
 
 @jax.tree_util.register_dataclass
@@ -208,43 +217,41 @@ def _greedily(allowed, drafts: Drafts, prompt, position, params):
 
 
 def _by_chance(allowed, drafts: Drafts, prompt, position, params):
-    size = drafts.tokens.shape[1]
-    kept = jnp.zeros_like(position)
-    if size:
-        stands = _drafts_that_stand(allowed[:, :-1], drafts, prompt, position, params)
-        kept = _leading(stands, drafts)
-    scores = filtered_logits(at_index(allowed, kept), params)
+    rows, window, vocab = allowed.shape
+
+    def judge(carry, column):
+        """One column of the window, for rows whose drafts all stood so far; one filtered column is alive."""
+        kept, reached, scores = carry
+        logits = jax.lax.dynamic_index_in_dim(allowed, column, axis=1, keepdims=False)
+        scores = jnp.where(reached[:, None], warped(logits, params), scores)
+        if window == 1:
+            return (kept, reached, scores), None
+        # Behind the last column there is no draft: no row has a count as large.
+        draft, q = _drafts_at(drafts, jnp.full((rows,), jnp.minimum(column, window - 2)))
+        keys = token_keys(params.seed, prompt, position + column + 1, Purpose.ACCEPT)
+        chance = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
+        chance = chance if q is None else chance * at_index(q, draft)
+        stands = chance < jnp.exp(log_probabilities(scores, draft))
+        reached &= stands & (column < drafts.count)
+        return (kept + reached.astype(jnp.int32), reached, scores), None
+
+    carry = jnp.zeros_like(position), jnp.ones((rows,), bool), jnp.zeros((rows, vocab), jnp.float32)
+    columns = jnp.arange(window, dtype=jnp.int32)
+    (kept, _, scores), _ = jax.lax.scan(judge, carry, columns) if window > 1 else judge(carry, columns[0])
     refused = kept < drafts.count
-    if size:
-        index = jnp.minimum(kept, size - 1)
-        if drafts.probabilities is None:
-            q = jax.nn.one_hot(at_index(drafts.tokens, index), allowed.shape[-1], dtype=jnp.float32)
-        else:
-            q = at_index(drafts.probabilities, index)
+    if window > 1:
+        draft, q = _drafts_at(drafts, jnp.minimum(kept, window - 2))
+        q = jax.nn.one_hot(draft, vocab, dtype=jnp.float32) if q is None else q
         left = jnp.log(residual(jax.nn.softmax(scores, axis=-1), q))
         scores = jnp.where(refused[:, None], left, scores)
     purpose = jnp.where(refused, jnp.int32(Purpose.RESIDUAL), jnp.int32(Purpose.SAMPLE))
-    keys = token_keys(params.seed, prompt, position + kept + 1, purpose)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[-1:], jnp.float32))(keys)
-    return kept, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
+    return kept, draw(scores, token_keys(params.seed, prompt, position + kept + 1, purpose))
 
 
-def _drafts_that_stand(allowed, drafts: Drafts, prompt, position, params) -> Bool[Array, "B D"]:
-    """Each draft judged alone, one column of the window at a time: one filtered distribution is alive."""
-
-    def judge(column):
-        index, draft = column
-        logits = jax.lax.dynamic_index_in_dim(allowed, index, axis=1, keepdims=False)
-        p = at_index(filtered_probabilities(logits, params), draft)
-        q = jnp.ones_like(p)
-        if drafts.probabilities is not None:
-            of_index = jax.lax.dynamic_index_in_dim(drafts.probabilities, index, axis=1, keepdims=False)
-            q = at_index(of_index, draft)
-        keys = token_keys(params.seed, prompt, position + index + 1, Purpose.ACCEPT)
-        return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys) * q < p
-
-    columns = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32), drafts.tokens.T
-    return jax.lax.map(judge, columns).T
+def _drafts_at(drafts: Drafts, index: Int32[Array, " B"]):
+    """Each row's draft `index` and the probabilities it was drawn from, None for a deterministic drafter."""
+    q = None if drafts.probabilities is None else at_index(drafts.probabilities, index)
+    return at_index(drafts.tokens, index), q
 
 
 def cut_short(

@@ -162,20 +162,38 @@ def test_auto_takes_the_kernels_where_they_serve():
         assert small.init_cache(1, 8).replay.implementation == "xla"
 
 
-def test_generate_writes_the_same_text_with_the_kernels():
-    def generate(model):
-        loaded = rs.Loaded(
-            model=model, config=model.config, tokenizer=None, stop_ids=(), vocab_size=VOCAB, path=Path()
-        )
-        with jax.default_matmul_precision("highest"):
-            return rs.generate(loaded, [[1, 2, 3], [4, 5]], rs.Sampling(max_new_tokens=40))
+def loaded(model):
+    return rs.Loaded(
+        model=model, config=model.config, tokenizer=None, stop_ids=(), vocab_size=VOCAB, path=Path()
+    )
 
+
+def greedy(model, **options):
+    with jax.default_matmul_precision("highest"):
+        return rs.generate(loaded(model), [[1, 2, 3], [4, 5]], rs.Sampling(max_new_tokens=40), **options)
+
+
+def test_generate_writes_the_same_text_with_the_kernels():
     with on_cpu():
-        expected = generate(cpu_model("mamba2"))
-    ours = generate(to_gpu(cpu_model("mamba2")))
+        expected = greedy(cpu_model("mamba2"))
+    ours = greedy(to_gpu(cpu_model("mamba2")))
     assert ours.cache.replay.implementation == "pallas"
     assert ours.tokens == expected.tokens
     np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-3)
+
+
+@pytest.mark.parametrize("drafting", ["mamba2", "gated_delta"])
+def test_drafts_and_their_verification_by_the_kernels_keep_the_text(drafting):
+    with on_cpu():
+        expected = greedy(cpu_model("gated_delta"))
+    drafter = rs.Speculative(loaded(to_gpu(cpu_model(drafting))), draft_tokens=2)
+    ours = greedy(to_gpu(cpu_model("gated_delta")), speculative=drafter)
+    assert ours.cache.replay.implementation == "pallas"
+    assert ours.drafter_state.cache.replay.implementation == "pallas"
+    assert ours.tokens == expected.tokens
+    np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-3)
+    # The model as its own drafter is never refused.
+    assert (ours.stats.draft_acceptance == 1) == (drafting == "gated_delta")
 
 
 @pytest.mark.parametrize("name", list(RECURRENCES))

@@ -99,7 +99,7 @@ def only(default: set, cases) -> list:
 B18 = [(family, drafts, rows) for family in FAMILIES for drafts in (1, 3, 5, 7) for rows in (1, 3)]
 
 
-@pytest.mark.parametrize(("family", "drafts", "rows"), only({("mamba2", 3, 3), ("gated_delta", 5, 3)}, B18))
+@pytest.mark.parametrize(("family", "drafts", "rows"), only({("mamba2", 3, 3)}, B18))
 def test_B18_rejected_drafts_leave_no_trace(family, drafts, rows, monkeypatch):
     loaded, sampling = hot(family), Sampling(max_new_tokens=48)
     # Every row takes several prompts one after the other, for 40 rounds in all.
@@ -122,9 +122,9 @@ def test_B18_rejected_drafts_leave_no_trace(family, drafts, rows, monkeypatch):
 B19 = [(length, window) for length in (1, 2, 3, 4, 5, 8, 16) for window in (1, 2, 4, 8)]
 
 
-@pytest.mark.parametrize(("length", "window"), only({(1, 2), (5, 4), (4, 8)}, B19))
+@pytest.mark.parametrize(("length", "window"), only({(1, 2), (4, 8)}, B19))
 def test_B19_ring_length_against_window(length, window, monkeypatch):
-    family = FAMILIES[(length + window) % 3]
+    family = FAMILIES[(length + window + 2) % 3]
     loaded, prompts = hot(family), random_prompts(1, 2, 3)
     options = {"max_length": 64, "replay": rs.ReplayConfig(buffer_length=length)}
     if length < window:
@@ -247,23 +247,23 @@ def test_ngram_proposes_what_followed_the_longest_and_latest_repetition():
     assert drafts.probabilities is None and 0 in drafts.count.tolist()
 
 
-def test_a_smaller_model_drafts_from_a_cache_of_its_own():
-    target, small = hot("gated_delta"), hot("mamba2")
-    prompts = random_prompts(3, 20, 1, 16, 5)
+@pytest.mark.parametrize("family", ["gated_delta", pytest.param("mamba2", marks=pytest.mark.slow)])
+def test_a_smaller_model_drafts_from_a_cache_of_its_own(family):
+    target, drafter = hot("gated_delta"), hot(family)
+    prompts = random_prompts(3, 16, 5)
     texts = alone("gated_delta", prompts, 40)
-    for drafter, acceptance in ((small, (0.0, 0.5)), (target, (1.0, 1.0))):
-        options = {"speculative": Speculative(drafter, 3), "max_length": 64}
-        out = generate(target, prompts, Sampling(40), max_rows=2, **options)
-        assert out.tokens == texts
-        assert acceptance[0] <= out.stats.draft_acceptance <= acceptance[1]
-        # With further text between, which the drafter reads after what it lacks.
-        first = generate(target, prompts[:2], Sampling(13), **options)
-        more = [[7, 8, 9], []]
-        again = generate(target, more, Sampling(13), continue_from=first, speculative=options["speculative"])
-        known = [p + t + m for p, t, m in zip(prompts, first.tokens, more, strict=False)]
-        assert again.tokens == alone("gated_delta", known, 13)
-        if drafter is target:
-            assert again.stats.draft_acceptance == 1.0
+    options = {"speculative": Speculative(drafter, 3), "max_length": 64}
+    out = generate(target, prompts, Sampling(40), max_rows=2, **options)
+    assert out.tokens == texts
+    # With further text between, which the drafter reads after what it lacks.
+    first = generate(target, prompts[:2], Sampling(13), **options)
+    more = [[7, 8, 9], []]
+    again = generate(target, more, Sampling(13), continue_from=first, speculative=options["speculative"])
+    known = [p + t + m for p, t, m in zip(prompts[:2], first.tokens, more, strict=True)]
+    assert again.tokens == alone("gated_delta", known, 13)
+    # The target as its own drafter is never refused: the drafter's state is right after every window.
+    for stats in (out.stats, again.stats):
+        assert (stats.draft_acceptance == 1.0) == (drafter is target)
 
 
 # Rows, texts and compilations, around a model whose text is known.
@@ -276,24 +276,23 @@ SELF = Speculative(CHAIN, 3)
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_prompt_yields_the_same_in_any_row_and_company(temperature):
-    prompts = random_prompts(3, 20, 1, 40, 7)
+    prompts = random_prompts(3, 20, 40)
     sampling = Sampling(19, temperature=temperature, top_p=0.95, seed=9)
     together = generate(CHAIN, prompts, sampling, speculative=SELF)
     assert (together.tokens == [chain(prompt, 19) for prompt in prompts]) == (temperature == 0)
     assert 1 < together.stats.tokens_per_step <= 4
-    for rows in (1, 2):
-        out = generate(CHAIN, prompts, sampling, speculative=SELF, max_rows=rows)
-        assert out.tokens == together.tokens
-        np.testing.assert_allclose(out.logprobs, together.logprobs, atol=2 * 2**-15)
+    out = generate(CHAIN, prompts, sampling, speculative=SELF, max_rows=2)
+    assert out.tokens == together.tokens
+    # Two programs may round a log-softmax of logits up to 257 differently.
+    np.testing.assert_allclose(out.logprobs, together.logprobs, atol=2 * 2**-15)
     assert position(together) == [len(prompt) + 18 for prompt in prompts]
 
 
 def test_logprobs_are_the_targets_own():
     prompts = random_prompts(3, 20)
     plain = generate(CHAIN, prompts, Sampling(19))
-    out = generate(CHAIN, prompts, Sampling(19), speculative=NGRAM)
+    out = generate(CHAIN, prompts, Sampling(19), speculative=SELF)
     assert out.tokens == plain.tokens
-    # Logits up to 257, whose log-softmax two programs may round differently.
     np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=2 * 2**-15)
 
 
@@ -315,23 +314,24 @@ def test_a_stop_string_cuts_a_window_and_keeps_the_row_exact():
     right = Speculative(loaded, 3)
     sampling = Sampling(40, stop_strings=["\n\n", "never"])
     # After the first token the windows are "ne.\n" and "\nTwo": the second is cut after its first token.
-    out = generate(loaded, [[0]], sampling, speculative=right)
-    assert (out.text, out.finish_reasons, len(out.tokens[0]), position(out)) == (["One."], ["stop"], 6, [6])
-    assert len(out.logprobs[0]) == 6
+    out = generate(loaded, [[0], [0]], sampling, speculative=right)
+    assert (out.text, out.finish_reasons, position(out)) == (["One."] * 2, ["stop"] * 2, [6, 6])
+    assert [len(tokens) for tokens in (*out.tokens, *out.logprobs)] == [6] * 4
     rest = generate(loaded, None, Sampling(40), continue_from=out, speculative=right)
     # Two of the last three drafts lie behind the stop id.
-    assert (rest.text, rest.stats.draft_acceptance) == (["Two."], 4 / 6)
-    pieces = list(stream(loaded, [[0]], sampling, speculative=right))
-    assert "".join(piece.text for piece in pieces) == "One."
-    assert [token for piece in pieces for token in piece.tokens] == out.tokens[0]
+    assert (rest.text, rest.stats.draft_acceptance) == (["Two."] * 2, 4 / 6)
+    pieces = list(stream(loaded, [[0], [0]], sampling, speculative=right))
+    for i in range(2):
+        assert "".join(piece.text for piece in pieces if piece.prompt == i) == "One."
+        assert [token for piece in pieces if piece.prompt == i for token in piece.tokens] == out.tokens[i]
     # Two rows, of which one is cut and refilled while the other goes on.
     three = generate(loaded, [[0], [0, 1], [0]], sampling, speculative=right, max_rows=2)
-    assert three.text == [out.text[0], generate(loaded, [[0, 1]], sampling).text[0], out.text[0]]
+    assert three.text == ["One.", "ne.", "One."]
 
 
 def test_streamed_windows_join_to_the_text():
     loaded = planted_text("naïve – 日本 👩‍🚀!")
-    pieces = list(stream(loaded, [[0], [0]], speculative=Speculative(loaded, 4)))
+    pieces = list(stream(loaded, [[0], [0]], speculative=Speculative(loaded, 3)))
     for i in range(2):
         assert "".join(piece.text for piece in pieces if piece.prompt == i) == "naïve – 日本 👩‍🚀!"
 
@@ -349,22 +349,21 @@ def test_B24_accepted_counts_and_options_compile_nothing():
 
 
 def test_statistics_of_the_drafts():
-    text = chain([1], 41)
-    # Windows of 4, 1, 4, 1, ... tokens: 40 tokens after the first in 16 steps. 24 drafts of 45 stand, as the
+    text = chain([1], 49)
+    # Windows of 5, 1, 5, 1, ... tokens: 48 tokens after the first in 16 steps. 32 drafts of 60 stand, as the
     # last window has no room for any.
-    given = drafted([[1]], [text], [[(3, 3), (3, 0)]], 3, 257)
-    stats = generate(CHAIN, [[1]], Sampling(41), speculative=given).stats
-    assert (stats.steps, stats.tokens_per_step, stats.draft_acceptance) == (16, 2.5, 24 / 45)
-    # 13 entries at most before a window of 4: flushes at lengths 15, 13 or 14, 15, 13 or 14.
+    given = drafted([[1]], [text], [[(4, 4), (4, 0)]], 4, 257)
+    stats = generate(CHAIN, [[1]], Sampling(49), speculative=given).stats
+    assert (stats.steps, stats.tokens_per_step, stats.draft_acceptance) == (16, 3.0, 32 / 60)
     length = entries = flushes = 0
     for step in range(16):
-        if length + 4 > 16:
+        if length + 5 > 16:
             length, flushes = 0, flushes + 1
         entries += length
-        length += 1 if step % 2 else 4
+        length += 1 if step % 2 else 5
     assert (stats.flushes, stats.flush_rate) == (flushes, flushes / 16)
     assert stats.ring_occupancy == entries / 16
-    plain = generate(CHAIN, [[1]], Sampling(41)).stats
+    plain = generate(CHAIN, [[1]] * 2, Sampling(41)).stats
     assert (plain.tokens_per_step, plain.draft_acceptance) == (1.0, 0.0)
 
 
@@ -386,7 +385,7 @@ def test_what_cannot_draft_is_refused(drafter, count, message):
 
 
 def test_what_does_not_fit_the_checkpoint_is_refused():
-    prompts = [[1, 2]]
+    prompts = [[1, 2]] * 2
     for options, message in (
         ({"speculative": Speculative("mtp")}, 'drafter="mtp", but .* has no multi-token-prediction head'),
         ({"speculative": NGRAM, "replay": None}, r"draft_tokens=3 needs window=4, but an eager cache"),
