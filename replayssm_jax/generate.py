@@ -9,6 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from replayssm_jax.api import Loaded
+from replayssm_jax.backend import default_method
 from replayssm_jax.buckets import prefill_buckets, rounded_length
 from replayssm_jax.cache import Cache, check_usable
 from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig, ReplayConfig
@@ -68,7 +69,8 @@ def generate(
 
     loaded: from `load`.
     prompts: a list of texts or of token-id lists.
-    replay: how the cache decodes, None for the eager method.
+    replay: how the cache decodes, None for the eager method; by default replay, or the eager method for so
+        few rows that it is faster.
     speculative: what drafts tokens that a step verifies together, None for one token a step. Greedy texts
         stay the same and sampled ones keep their distribution. Sets the window of `replay`.
     max_length: positions a row can hold. A prompt needs its length + max_new_tokens - 1 of them, as the last
@@ -230,6 +232,8 @@ def _prepare(
         refuse_empty(fed)
         committed = [0] * len(fed)
         batch = min(len(fed), max_rows or len(fed))
+        if replay is DEFAULT_REPLAY:
+            replay = default_method(loaded.model, batch)
     else:
         cache = _cache_of(continue_from, replay, speculative, max_length, max_rows)
         state = _state_of(continue_from, cache, loaded, drafter)

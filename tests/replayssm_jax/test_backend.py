@@ -115,6 +115,17 @@ def test_b23_b25_sizes_that_the_kernels_cannot_serve_are_named(changes, batch, r
     assert re.search(f"portable backend: .*{reason}", record.message)
 
 
+@needs_kernels
+def test_few_rows_decode_by_the_eager_kernels_where_nobody_says_how(on_gpu, monkeypatch):
+    model = hot_model("mamba2", layers=2)
+    assert (
+        backend.default_method(model, 1) == rs.ReplayConfig()
+    )  # sizes that only the portable backend serves
+    monkeypatch.setattr(backend, "size_refusal", lambda *_: None)
+    assert backend.default_method(model, 1) == rs.EagerConfig()
+    assert backend.default_method(model, 64) == rs.ReplayConfig()
+
+
 def portable_kernels(module, name):
     """The contract of the kernels' `step` and `eager`, by the portable recurrence."""
 
