@@ -22,7 +22,7 @@ from bench.e2e_models import depth_cut, layer_kinds, prepare_random, published
 from models.checkpoint import abstract_model, parameter_count
 from pallas_kernels.numerics import hash_uint32
 from replayssm_jax.cache import Cache
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.decode import FlatModel
 from replayssm_jax.replay import commit_core, step_core
 
@@ -70,8 +70,10 @@ class Setting:
         return self.context + self.spread / 2 + grown / 2
 
     @property
-    def replay(self) -> ReplayConfig:
-        """The configuration of a replay cache."""
+    def decoding(self) -> DecodingConfig:
+        """The configuration of an eager or replay cache."""
+        if self.method == "eager":
+            return EagerConfig(implementation=self.implementation)
         return ReplayConfig(
             buffer_length=self.buffer_length, window=self.window, implementation=self.implementation
         )
@@ -79,9 +81,9 @@ class Setting:
 
 def empty_cache(setting: Setting, model: Any, batch: int, max_length: int) -> Cache:
     """An empty cache of the setting's method; call it inside `jit`."""
-    if setting.method == "replay":
-        return model.init_cache(batch, max_length, setting.replay)
-    return conventional_cache(model, batch, max_length, setting.window, setting.implementation)
+    if setting.method == "conventional":
+        return conventional_cache(model, batch, max_length, setting.window, setting.implementation)
+    return model.init_cache(batch, max_length, setting.decoding)
 
 
 @functools.partial(jax.jit, donate_argnums=(1, 2))
