@@ -1,0 +1,209 @@
+"""Speculative decoding with real drafts: an embedded checkpoint, four methods in the library's own loop.
+
+Greedy decoding of `--new-tokens` tokens after prompts that the checkpoint was not trained on, stop ids
+ignored: `replay` and `conventional` with the drafter's windows, plain `replay` and `eager`. All that is done
+in a dispatch of 16 windows stays on the device: drafting, verification, acceptance, commit. The methods take
+turns within every repeat. The conventional method runs in its portable form, which copies states. Records:
+`model`, `batch`, `method`, `drafter`, `window`, `tokens_per_second` (median) with `spread`, `step_us`,
+`committed` (tokens a row and step), `equal` (rows whose tokens are those of `eager`).
+
+    python -m bench.real_drafts --commit HASH [--model tiny-qwen3.5] [--drafter mtp] [--draft-tokens 3]
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import replayssm_jax as rs
+from bench import result_file
+from bench.conventional import conventional_cache
+from replayssm_jax.cache import Cache
+from replayssm_jax.decode import FlatModel, Rows, decode, empty_cache, empty_state
+from replayssm_jax.drafters import drafter_of
+from replayssm_jax.replay import prefill_core
+from replayssm_jax.sampling import sampling_params
+
+# Lines of our own, in the two kinds of text that the embedded checkpoints know.
+PROMPTS = (
+    "FIRST WATCHMAN.\nWho knocks so late upon the castle gate?\n",
+    "def rolling_mean(values, size):\n    total = 0\n",
+    "THE DUKE.\nI had a dream of ships upon the sea,\n",
+    "class Ledger:\n    def __init__(self, owner):\n        self.owner = owner\n",
+    "MARGARET.\nGood cousin, put away that idle sword,\n",
+    "import os\n\ndef largest_files(folder, count):\n",
+    "Enter a Messenger with letters.\n\nMESSENGER.\n",
+    "for line in stream:\n    key, value = line.split('=')\n",
+)
+
+
+class Decoder:
+    """One method on a batch of prompts: `run` decodes them all and gives tokens, seconds and the tally."""
+
+    def __init__(
+        self, loaded: Any, prompts: list, new_tokens: int, method: str, speculative: Any, replay: Any
+    ):
+        self.drafts = 0 if speculative is None else speculative.draft_tokens
+        self.model = FlatModel.of(loaded.model)
+        self.drafter = FlatModel.of(drafter_of(speculative, loaded))
+        self.new_tokens = new_tokens
+        self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        self.tokens = np.zeros((len(prompts), self.lengths.max()), np.int32)
+        for row, prompt in enumerate(prompts):
+            self.tokens[row, : len(prompt)] = prompt
+        sampling = rs.Sampling(max_new_tokens=new_tokens, temperature=0.0, stop_ids=())
+        self.params = sampling_params(sampling, loaded.vocab_size, ())
+        max_length = self.tokens.shape[1] + new_tokens + 1 + self.drafts
+        batch = len(prompts)
+        self.empty: Callable[[], Cache] = functools.partial(
+            empty_cache, self.model, batch, max_length, replay
+        )
+        if method == "conventional":
+            build = functools.partial(
+                conventional_cache, batch=batch, max_length=max_length, window=1 + self.drafts
+            )
+            self.empty = functools.partial(jax.jit(lambda model: build(model.unflatten())), self.model)
+        self.state = functools.partial(empty_state, self.model, self.drafter, batch, max_length, replay)
+
+    def run(self) -> tuple[np.ndarray, float, Any]:
+        """Tokens int32 [B, new_tokens], seconds of decoding without the prefill, and the summed tally."""
+        token, cache, state = _prefill(
+            self.model, self.drafter, self.tokens, self.lengths, self.empty(), self.state()
+        )
+        batch = len(self.lengths)
+        rows = Rows(
+            token=token,
+            active=jnp.ones((batch,), bool),
+            remaining=jnp.full((batch,), self.new_tokens - 1, jnp.int32),
+            prompt=jnp.arange(batch, dtype=jnp.int32),
+            finite=jnp.ones((batch,), bool),
+        )
+        busy, texts, tally = np.ones(batch, bool), [[one] for one in np.asarray(token)], None
+        jax.block_until_ready((cache, state))
+        began = time.perf_counter()
+        while True:
+            rows, cache, state, block = decode(
+                self.model,
+                self.drafter,
+                rows,
+                cache,
+                state,
+                busy,
+                np.int32(16),
+                np.int32(1),
+                self.params,
+                drafts=self.drafts,
+            )
+            active, block = jax.device_get((rows.active, block))
+            for text, new, count in zip(texts, block.tokens, block.count, strict=True):
+                text.extend(new[:count])
+            tally = block.tally if tally is None else jax.tree.map(np.add, tally, block.tally)
+            if not active.any():
+                return np.array(texts, np.int32), time.perf_counter() - began, tally
+
+
+@functools.partial(jax.jit, donate_argnums=(4, 5))
+def _prefill(model, drafter, tokens, lengths, cache, state):
+    network, position = model.unflatten(), cache.position
+    logits, hidden, cache = prefill_core(network, tokens, lengths, cache)
+    state = drafter.unflatten().prefill(network, state, tokens, hidden, lengths, position)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache, state
+
+
+def measure(
+    loaded: Any, batch: int, new_tokens: int, speculative: Any, repeats: int, replay: Any
+) -> list[dict]:
+    """Records of the four methods; a run that compiles comes first and is not counted."""
+    prompts = [loaded.tokenizer(PROMPTS[i % len(PROMPTS)])["input_ids"] for i in range(batch)]
+    make = functools.partial(Decoder, loaded, prompts, new_tokens)
+    window = rs.ReplayConfig(
+        buffer_length=replay.buffer_length,
+        window=speculative.window,
+        implementation=replay.implementation,
+    )
+    decoders = {
+        ("eager", 1): make("eager", None, None),
+        ("replay", 1): make("replay", None, replay),
+        ("replay", speculative.window): make("replay", speculative, window),
+        ("conventional", speculative.window): make("conventional", speculative, window),
+    }
+    texts = {key: decoder.run()[0] for key, decoder in decoders.items()}
+    seconds = {key: [] for key in decoders}
+    tallies = {}
+    for _ in range(repeats):
+        for key, decoder in decoders.items():
+            _, spent, tallies[key] = decoder.run()
+            seconds[key].append(spent)
+    records = []
+    for (method, tokens), times in seconds.items():
+        tally = tallies[method, tokens]
+        # The first token comes from the prefill.
+        rates = batch * (new_tokens - 1) / np.array(times)
+        low, middle, high = np.percentile(rates, [10, 50, 90])
+        records.append(
+            {
+                "model": loaded.path.name,
+                "batch": batch,
+                "method": method,
+                "drafter": speculative.drafter if tokens > 1 else None,
+                "window": tokens,
+                "buffer_length": replay.buffer_length,
+                "tokens_per_second": round(float(middle), 1),
+                "spread": [round(float(low), 1), round(float(high), 1)],
+                "step_us": round(float(np.median(times)) / int(tally.steps) * 1e6, 1),
+                "committed": round(batch * (new_tokens - 1) / int(tally.row_steps), 3),
+                "equal": int((texts[method, tokens] == texts["eager", 1]).all(axis=1).sum()),
+            }
+        )
+    return records
+
+
+def table(records: list[dict]) -> str:
+    """The records as lines of text."""
+    lines = [
+        f"{'model':18}{'batch':>6}{'method':>14}{'T':>3}{'tokens/s':>10}{'us a step':>11}{'committed':>11}"
+        f"{'equal':>7}"
+    ]
+    for r in records:
+        lines.append(
+            f"{r['model']:18}{r['batch']:6}{r['method']:>14}{r['window']:3}{r['tokens_per_second']:10.0f}"
+            f"{r['step_us']:11.0f}{r['committed']:11.2f}{r['equal']:4}/{r['batch']}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line; prints a table and writes the result file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny-qwen3.5")
+    parser.add_argument("--drafter", default="mtp", choices=("mtp", "ngram"))
+    parser.add_argument("--draft-tokens", type=int, default=3)
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--buffer-length", type=int, default=16)
+    parser.add_argument("--implementation", default="xla", choices=("xla", "pallas"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path, default=result_file.RESULTS / "real_drafts.json")
+    options = parser.parse_args()
+    loaded = rs.load(options.model)
+    speculative = rs.Speculative(options.drafter, options.draft_tokens)
+    replay = rs.ReplayConfig(buffer_length=options.buffer_length, implementation=options.implementation)
+    result = result_file.head("bench.real_drafts", options.commit)
+    result["records"] = []
+    for batch in map(int, options.batches.split(",")):
+        result["records"] += measure(loaded, batch, options.new_tokens, speculative, options.repeats, replay)
+        print(table(result["records"][-4:]), flush=True)
+    result_file.write(result, options.out)
+
+
+if __name__ == "__main__":
+    main()
