@@ -17,6 +17,7 @@ import argparse
 import itertools
 import multiprocessing
 import queue
+import signal
 import tempfile
 import time
 import traceback
@@ -25,6 +26,9 @@ from typing import Any
 
 from bench import peers, result_file
 from bench.kernel_cases import BATCHES, MAIN, Case, cases
+
+# A kernel that never ends must not keep the device: the signal ends its process, and with it the lock.
+MEASURE_SECONDS = 30
 
 
 def prepare(case: Case, options: argparse.Namespace) -> Any:
@@ -60,7 +64,11 @@ def worker(tasks: Any, results: Any, options: argparse.Namespace, deadline: floa
                 if clock[-1] > deadline:
                     results.put((case, f"time limit after {clock[1] - clock[0]:.0f} s", None))
                     continue
-                records = layer.measure()
+                signal.alarm(MEASURE_SECONDS)
+                try:
+                    records = layer.measure()
+                finally:
+                    signal.alarm(0)
             clock.append(time.monotonic())
             layer.check()
             spent = [f"{b - a:.1f} s" for a, b in itertools.pairwise(clock)]
