@@ -103,14 +103,14 @@ B18 = [(family, drafts, rows) for family in FAMILIES for drafts in (1, 3, 5, 7) 
 def test_B18_rejected_drafts_leave_no_trace(family, drafts, rows, monkeypatch):
     loaded, sampling = hot(family), Sampling(max_new_tokens=48)
     # Every row takes several prompts one after the other, for 40 rounds in all.
-    prompts = random_prompts(*[3, 4, 5, 16, 1, 2, 7, 8, 9][: rows * (2 + drafts // 4)])
+    prompts = random_prompts(*[3, 4, 5, 16, 1, 2, 7, 8, 9, 6, 3, 2][: rows * (2 + (drafts + 1) // 4)])
     texts = alone(family, prompts, 48)
     # The wrong token stands at every place, and nowhere, in another order in each row.
     plan = [[(drafts, (r + 2 * i) % (drafts + 1)) for r in range(drafts + 1)] for i in range(len(prompts))]
     options = {"speculative": drafted(prompts, texts, plan, drafts), "max_length": 64}
     out = generate(loaded, prompts, sampling, max_rows=rows, **options)
     assert out.tokens == texts
-    assert out.stats.steps >= 40 or drafts == 7
+    assert out.stats.steps >= 40
     assert 0.3 < out.stats.draft_acceptance < 0.7
     expected, cache = whole(prompts[:rows], texts[:rows]), None
     for cache in every_commit(monkeypatch, loaded, prompts[:rows], sampling, **options):
