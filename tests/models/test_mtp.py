@@ -217,6 +217,7 @@ def test_the_training_loss_sees_the_outputs_of_decoding(headed):
         assert best.tolist() == drafts[:, depth].tolist()
 
 
+@pytest.mark.parametrize("headed", ["GDN", pytest.param("M2", marks=pytest.mark.slow)], indirect=True)
 def test_greedy_text_is_that_of_plain_decoding(headed):
     """Two rows for three prompts: a row's head is emptied for its next prompt."""
     prompts = [row[:length].tolist() for row, length in zip(headed.tokens, (1, 9, 5), strict=True)]
