@@ -30,7 +30,7 @@ class LaunchParameters:
 _TABLE = {
     "NVIDIA H200": {
         "mamba2": {8: LaunchParameters(264, 2, granule=4)},
-        "gated_delta": {8: LaunchParameters(132, 4, granule=4)},
+        "gated_delta": {2: LaunchParameters(132, 4, granule=4), 8: LaunchParameters(264, 2, granule=4)},
     },
 }
 _DEFAULT_KIND = "NVIDIA H200"
