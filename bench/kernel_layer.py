@@ -54,7 +54,10 @@ class OwnLayer:
     def __init__(self, case: Case, repeats: int) -> None:
         self.case, self.repeats = case, repeats
         shape = SHAPES[case.shape]
-        parameters = launch.step_parameters(jax.devices()[0].device_kind, shape.recurrence, case.tokens)
+        itemsize = jnp.dtype(STATE[case.state]).itemsize
+        parameters = launch.step_parameters(
+            jax.devices()[0].device_kind, shape.recurrence, case.tokens, itemsize
+        )
         parameters = dataclasses.replace(parameters, **dict(case.launch))
         kernels = KERNELS[shape.recurrence]
         slots = launch.ring_slots(case.buffer_length, case.tokens)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blocks import BLOCK, Fold, block_layout, fold_block, read_block
-from pallas_kernels.launch import TILE, mosaic_gpu
+from pallas_kernels.launch import TILE, flushes_beside, mosaic_gpu
 from pallas_kernels.pipeline import (
     SM_SHARED_BYTES,
     SMS,
@@ -96,7 +96,8 @@ def fold_tiles(
     *,
     history: bool,
     states: int = 1,
-    overlap: bool = False,
+    beside: bool = False,
+    counter: Any = None,
     interpret: Any = None,
 ) -> None:
     """Outputs of the flushing rows into operands.out; rewrites their state tiles in place.
@@ -104,7 +105,8 @@ def fold_tiles(
     operands.state is a reference [states*B*G*tiles, 64, K]. history: fold the ring first and store then (a
     flush). Without it the rings are not touched, and the state after position p is stored in slot p mod
     `states` (an eager step from position `start`, at most `states` tokens).
-    overlap: let the next kernel start at once; it must not depend on this one.
+    beside: nothing is left to do when the window's kernel flushes as well (`launch.flushes_beside`).
+    counter: reference int32 [1] to set to zero.
     """
     plgpu = mosaic_gpu()
     geometry.check()
@@ -116,9 +118,19 @@ def fold_tiles(
         ctas = min(ctas, SMS * (SM_SHARED_BYTES // (shared_bytes(scratch) + 1024)))
 
     def body(*refs: Any, **buffers: Any) -> None:
-        if overlap and interpret is None:
-            plgpu.griddepcontrol_launch_dependents()
-        serve(refs, lax.axis_index("cta"), ctas, buffers)
+        cta = lax.axis_index("cta")
+        if counter is not None:
+            refs, zeroed = refs[:-1], refs[-1]
+
+            @pl.when(cta == 0)
+            def _():
+                zeroed[0] = jnp.int32(0)
+
+        rows = None
+        if beside:
+            counts = refs[[argument is operands.counts for argument in arguments].index(True)]
+            rows = jnp.where(flushes_beside(counts), 0, counts[1])
+        serve(refs, cta, ctas, buffers, rows)
 
     kernel = plgpu.kernel(
         body,
@@ -130,7 +142,7 @@ def fold_tiles(
         kernel_name="replay_flush" if history else "eager_step",
         **({} if interpret is None else {"interpret": interpret}),
     )
-    kernel(*arguments)
+    kernel(*arguments, *([] if counter is None else [counter]))
 
 
 def flush_work(

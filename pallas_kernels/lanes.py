@@ -4,7 +4,7 @@ bfloat16 matrix products of a warp.
 A program written against `Lanes` also runs on the NumPy lanes of the tests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -176,7 +176,7 @@ class Lanes:
             _i32(), [first.raw, second.raw, first._of(selector)], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"
         )
 
-    def product(self, total: list, left: list, right: list) -> list:
+    def product(self, total: Sequence, left: Sequence, right: Sequence) -> list:
         """total + left x right of a warp: `mma.sync.m16n8k16` on bfloat16 with float32 sums.
 
         With lane = 4 g + q: total holds rows g, g, g + 8, g + 8 of columns 2 q and 2 q + 1; left rows g,

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 MINIMUM_JAX = (0, 11, 2)
 MAX_ELEMENTS = 2**31
+# Rows up to which the window's kernel folds all that flush, so that a step is one launch.
+ONE_LAUNCH_ROWS = 16
 TILE = 64
 GRANULE = 8
 
@@ -17,29 +19,43 @@ GRANULE = 8
 @dataclasses.dataclass(frozen=True)
 class LaunchParameters:
     """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, ring rows a copy; CTAs of its
-    flush."""
+    flush kernel; tiles in flight of the flush beside the window (0: the flush kernel serves all rows)."""
 
     ctas: int
     stages: int
     granule: int = GRANULE
     flush_ctas: int = 264
-    overlap: bool = False
+    beside: int = 0
 
 
 # Measured on one H200 (bench/NOTES.md): by device kind, recurrence and largest window that an entry serves.
 _TABLE = {
     "NVIDIA H200": {
-        "mamba2": {8: LaunchParameters(264, 2, granule=4)},
-        "gated_delta": {2: LaunchParameters(132, 4, granule=4), 8: LaunchParameters(264, 2, granule=4)},
+        "mamba2": {2: LaunchParameters(132, 4, granule=4, beside=1), 8: LaunchParameters(264, 2, granule=4)},
+        "gated_delta": {
+            2: LaunchParameters(132, 4, granule=4, beside=1),
+            8: LaunchParameters(264, 2, granule=4),
+        },
     },
 }
 _DEFAULT_KIND = "NVIDIA H200"
+# A 16-bit state leaves less time for a group's coefficients: two CTAs a multiprocessor.
+_HALF_STATE = LaunchParameters(264, 2, granule=4)
 
 
-def step_parameters(kind: str | None, recurrence: str, tokens: int) -> LaunchParameters:
-    """Launch parameters of a step for a device kind (None or unknown: the default), recurrence and window."""
+def step_parameters(kind: str | None, recurrence: str, tokens: int, state_bytes: int = 4) -> LaunchParameters:
+    """Launch parameters of a step for a device kind (None or unknown: the default), recurrence, window and
+    bytes of a state element."""
+    if state_bytes < 4:
+        return _HALF_STATE
     table = _TABLE.get(kind or _DEFAULT_KIND, _TABLE[_DEFAULT_KIND])[recurrence]
     return table[min(size for size in table if size >= tokens)]
+
+
+def flushes_beside(counts: Any) -> jax.Array:
+    """Whether the rows that flush are so few (an eighth) that a warpgroup beside the window folds them in
+    time."""
+    return counts[1] * 7 <= counts[0]
 
 
 # One tile a CTA: many short CTAs write the state faster than a persistent grid.

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import launch
-from pallas_kernels.fold import TokenRule, fold_tiles
-from pallas_kernels.pipeline import TILE, Geometry, Operands, Recurrence, stream_window
+from pallas_kernels.fold import TokenRule, flush_work, fold_tiles
+from pallas_kernels.pipeline import TILE, Geometry, Operands, Recurrence
+from pallas_kernels.window import stream_window
 
 Ring = tuple[jax.Array, ...]
 
@@ -125,9 +126,12 @@ class Kernels:
         """
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype, writes_state=True)
         parameters = call.parameters(parameters, self.name)
-        options = {"overlap": parameters.overlap, "interpret": interpret}
-        call.fold(self.token_rule, plan, parameters.flush_ctas, history=True, **options)
-        call.window(self.window_rule, plan, parameters, **options)
+        counter = None
+        if checkpoint.shape[0] > launch.ONE_LAUNCH_ROWS or not parameters.beside:
+            counter = jax.new_ref(lax.empty((1,), jnp.int32))
+            options = {"beside": parameters.beside > 0, "counter": counter, "interpret": interpret}
+            call.fold(self.token_rule, plan, parameters.flush_ctas, history=True, **options)
+        call.window(self.window_rule, plan, parameters, counter, self.token_rule, interpret=interpret)
         return call.outputs(), call.state(), call.ring()
 
 
@@ -174,14 +178,27 @@ class _Call:
         }
 
     def parameters(self, given: launch.LaunchParameters | None, name: str) -> launch.LaunchParameters:
-        return given or launch.step_parameters(None, name, self.geometry.tokens)
+        itemsize = self.operands["state"].dtype.itemsize
+        return given or launch.step_parameters(None, name, self.geometry.tokens, itemsize)
 
     def window(
-        self, rule: Recurrence, plan: tuple, parameters: launch.LaunchParameters, **options: Any
+        self,
+        rule: Recurrence,
+        plan: tuple,
+        parameters: launch.LaunchParameters,
+        counter: Any = None,
+        flush: TokenRule | None = None,
+        *,
+        interpret: Any = None,
     ) -> None:
         cursor, counts = plan
         operands = Operands(**self.operands, cursor=cursor, counts=counts)
-        stream_window(rule, self.geometry, operands, parameters, **options)
+        beside = None
+        if flush is not None and parameters.beside:
+            work = flush_work(flush, self.geometry, operands, stages=parameters.beside, interpret=interpret)
+            beside = work[:2]
+        options = {"beside": beside, "interpret": interpret}
+        stream_window(rule, self.geometry, operands, parameters, counter, **options)
 
     def fold(self, rule: TokenRule, plan: tuple, ctas: int, **options: Any) -> None:
         cursor, counts = plan

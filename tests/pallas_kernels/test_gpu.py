@@ -18,16 +18,22 @@ TOKENS = [1, 2, 4, 8]
 NAMES = ["super", "nano-4b", "q122", "qwen3.5-4b", "qwen3.5-27b", "qwen3.5-2b"]
 
 
-def draw(name, tokens, buffer_length=16, **options):
+def draw(name, tokens, buffer_length=16, batch=4, **options):
     slots = launch.ring_slots(buffer_length, tokens)
     shape = SHAPES[name]
-    return cases.draw(shape, batch=4, tokens=tokens, buffer_length=buffer_length, slots=slots, **options)
+    return cases.draw(shape, batch=batch, tokens=tokens, buffer_length=buffer_length, slots=slots, **options)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", NAMES)
 def test_step_is_the_float64_loop(name, tokens):
     check_step(draw(name, tokens, seed=tokens), [True, False, True, False])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_rows_flush_beside_the_window(name):
+    case = draw(name, 1, batch=32)
+    check_step(case, [row in (3, 11) for row in range(32)])
 
 
 @pytest.mark.parametrize("buffer_length", [8, 32])

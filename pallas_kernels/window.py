@@ -1,0 +1,478 @@
+"""The streaming window kernel: reads every state tile once and adds what the ring and the new tokens
+contribute.
+
+A recurrence supplies coefficients a (row, group): readers z, a scale and weights of slots, where slots 0..R-1
+are the ring and R..R+T-1 the new tokens. Then
+
+    y[t] = scale[t, head] * S z[t] + sum_slot weight[t, head, slot] x[slot]
+
+A CTA takes chunks, tiles of one group, until none is left: some multiprocessors get more memory bandwidth
+than others, so equal shares would wait for the slowest. A chunk is a whole group at first and a few tiles
+towards the end. One warpgroup takes the tiles; the coefficients may have their own; one may do other work.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
+from pallas_kernels.packing import pack_readers, reader_parts
+from pallas_kernels.pipeline import (
+    NEW_SLOTS,
+    Geometry,
+    Group,
+    Operands,
+    Recurrence,
+    fit,
+    granule_live,
+    pin_plain,
+    shared_bytes,
+)
+from pallas_kernels.readout import Readout, store_row
+
+
+class Chunk(NamedTuple):
+    """Tiles of one group: its row's cursor, the first tile in the row, and how many (0: no more chunks)."""
+
+    ticket: jax.Array
+    row: jax.Array
+    start: jax.Array
+    length: jax.Array
+    within: jax.Array
+    count: jax.Array
+
+
+def chunk_tiles(tiles: int, stages: int, share: int) -> int:
+    """Tiles of a small chunk: a divisor of a group's tiles that fills the pipeline, if a CTA's share does."""
+    wanted = max(1, min(stages, share))
+    return min((size for size in range(wanted, tiles) if tiles % size == 0), default=tiles)
+
+
+def take_ticket(plgpu: Any, counter: Any, ticket: Any) -> None:
+    """ticket[0] = counter[0]; counter[0] += 1, at once for all CTAs."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def take(_, counter, ticket):
+        one = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [utils.memref_ptr(counter), utils.memref_ptr(ticket), one],
+            "{ .reg .b32 t; @$2 atom.global.add.u32 t, [$0], 1; @$2 st.shared.b32 [$1], t; }",
+            "l,r,b",
+            has_side_effects=True,
+        )
+
+    take(counter, ticket)
+
+
+def stream_window(
+    recurrence: Recurrence,
+    geometry: Geometry,
+    operands: Operands,
+    launch: LaunchParameters,
+    counter: Any,
+    *,
+    beside: tuple[dict, Callable[..., None]] | None = None,
+    interpret: Any = None,
+) -> None:
+    """Outputs of the reading rows into operands.out; appends their new tokens to the rings in place.
+
+    counter: reference int32 [1], zero; None: CTAs take chunks in turn. beside: scratch and program
+    (`fold.flush_work`) that fold flushing rows in a warpgroup of every CTA: all of them without a counter,
+    else only few (`launch.flushes_beside`).
+    """
+    plgpu = mosaic_gpu()
+    geometry.check()
+    recurrence.check(geometry)
+    geo, fused, apart = geometry, interpret is None, recurrence.apart
+    ring, tokens, tiles, groups = geo.ring, geo.tokens, geo.tiles, geo.groups
+    granule = launch.granule
+    granules = ring // granule
+    row_tiles = groups * tiles
+    state_dtype, value_dtype = operands.state.dtype, operands.new_values.dtype
+    has_constants = operands.constants is not None
+    group_copies = granules + 2 + 3 * recurrence.scalars + (1 if has_constants else 0)
+    parts = reader_parts(state_dtype, operands.reader.dtype if recurrence.shared_reader else jnp.float32)
+    columns = -(-tokens * parts // 8) * 8
+    readout = Readout(plgpu, geo, state_dtype, recurrence.shared_reader, parts, columns, fused)
+    exact = fused and jnp.dtype(operands.new_keys.dtype) == jnp.dtype(operands.reader.dtype) == jnp.bfloat16
+    compact = exact and recurrence.compact
+    counted = fused and counter is not None
+
+    def transforms(dtype: Any) -> tuple:
+        return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
+
+    def staged(stages: int) -> dict:
+        return {
+            "state": plgpu.SMEM((stages, TILE, geo.d_state), state_dtype, transforms=transforms(state_dtype)),
+            "values": plgpu.SMEM((stages, geo.tile_slots, TILE), value_dtype),
+        }
+
+    # What a group's tiles need is kept twice when the next group's is computed meanwhile.
+    halves = 2 if apart else 1
+    reader_halves = 2 if recurrence.shared_reader else 1
+    scratch = {
+        "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
+        "reader": plgpu.SMEM((reader_halves, tokens, geo.d_state), operands.reader.dtype),
+        "scalars": tuple(
+            plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
+        ),
+        "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
+        "weights": plgpu.SMEM(
+            (halves, tokens, geo.group_heads if compact else geo.head_slots, geo.slots), jnp.float32
+        ),
+        "ticket": plgpu.SMEM((1,), jnp.int32),
+        "group_barrier": plgpu.Barrier(num_arrivals=group_copies),
+        "constants": None,
+        "scale": None,
+        "readers": None,
+        "packed": None,
+        "extra": recurrence.scratch(plgpu, geo, exact),
+    }
+    if apart:
+        scratch["chunks"] = plgpu.SMEM((3, len(Chunk._fields)), jnp.int32)
+        scratch["known"] = plgpu.Barrier(num_arrivals=1, num_barriers=3)
+        scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+        scratch["free"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+    if has_constants:
+        scratch["constants"] = plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
+    if recurrence.shared_reader:
+        scratch["scale"] = plgpu.SMEM((halves, tokens, geo.head_slots), jnp.float32)
+    else:
+        scratch["readers"] = plgpu.SMEM((halves, tokens, geo.group_heads, geo.d_state), jnp.float32)
+    if parts:
+        heads = 1 if recurrence.shared_reader else geo.group_heads
+        scratch["packed"] = plgpu.SMEM(
+            (halves, heads, columns, geo.d_state), state_dtype, transforms=transforms(state_dtype)
+        )
+    if beside is not None:
+        scratch["beside"] = beside[0]
+    # A stage is a tile: of a state half as wide, twice as many keep the same bytes in flight.
+    deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
+    ctas, stages = fit(deeper, lambda stages: shared_bytes((scratch, staged(stages))))
+    all_tiles = geo.batch * row_tiles
+    span = chunk_tiles(tiles, stages, all_tiles // ctas)
+    ctas = min(ctas, all_tiles // span)
+    scratch |= staged(stages)
+    scratch["tile_barrier"] = plgpu.Barrier(num_arrivals=2 + granules, num_barriers=stages)
+
+    def body(*refs: Any, **buffers: Any) -> None:
+        smem = types.SimpleNamespace(**buffers)
+        shared = refs[:-1] if counted else refs
+        out, state_in, values_ring, keys_ring, *rest = shared
+        scalar_rings, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
+        values_in, keys_in, *rest = rest
+        scalars_in, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
+        reader_in, cursor_in, counts_in, *constants_in = rest
+        if fused:
+            plain = ("values", "keys", "reader", "weights", "constants", "scale", "readers", "scalars")
+            pin_plain(plgpu, jax.tree.leaves([buffers[n] for n in (*plain, "row_scalars", "extra")]))
+
+        cta = lax.axis_index("cta")
+        total = counts_in[0] * row_tiles
+        whole = jnp.maximum(counts_in[0] * groups - ctas, 0)
+        fresh = pl.ds(ring, tokens)
+
+        def chunk_of(ticket: jax.Array) -> Chunk:
+            small = ticket - whole
+            first = jnp.where(small < 0, ticket * tiles, whole * tiles + small * span)
+            count = jnp.where(first < total, jnp.where(small < 0, tiles, span), 0)
+            at = jnp.minimum(lax.div(first, row_tiles), geo.batch - 1)
+            row, start, length = (cursor_in[at, i] for i in range(3))
+            return Chunk(ticket, row, start, length, lax.rem(first, row_tiles), count)
+
+        def claim(chunk: Chunk) -> None:
+            if counted:
+                take_ticket(plgpu, refs[-1], smem.ticket)
+            else:
+                smem.ticket[0] = chunk.ticket
+
+        def claimed() -> Chunk:
+            return chunk_of(smem.ticket[0] + ctas)
+
+        def aligned_head(group: jax.Array) -> jax.Array:
+            return lax.div(group * geo.group_heads, 4) * 4
+
+        def skip(wanted: jax.Array, index: jax.Array, beyond: int) -> jax.Array:
+            # A leading index out of range makes the copy engine write zeros without reading memory.
+            return index if interpret is not None else jnp.where(wanted, index, beyond)
+
+        def ring_copies(chunk: Chunk, copy: Callable[[jax.Array, Any], None]) -> None:
+            """copy(index of the row's group or one beyond, slots) of every granule of the ring."""
+            block = chunk.row * groups + lax.div(chunk.within, tiles)
+            for g in range(granules):
+                live = granule_live(g * granule, granule, chunk.start, chunk.length, ring)
+                copy(skip(live, block, geo.batch * groups), pl.ds(g * granule, granule))
+
+        def issue_tile(chunk: Chunk, offset: jax.Array, stage: jax.Array) -> None:
+            within = chunk.within + offset
+            block, tile = chunk.row * groups + lax.div(within, tiles), lax.rem(within, tiles)
+            barrier, values = smem.tile_barrier.at[stage], smem.values.at[stage]
+            plgpu.copy_gmem_to_smem(
+                state_in.at[chunk.row * row_tiles + within], smem.state.at[stage], barrier
+            )
+            ring_copies(
+                chunk,
+                lambda source, slots: plgpu.copy_gmem_to_smem(
+                    values_ring.at[source, slots, tile], values.at[slots], barrier
+                ),
+            )
+            plgpu.copy_gmem_to_smem(values_in.at[block, :, tile], values.at[fresh], barrier)
+
+        def issue_group(chunk: Chunk, number: jax.Array) -> None:
+            row, group = chunk.row, lax.div(chunk.within, tiles)
+            block = row * groups + group
+            heads = pl.ds(aligned_head(group), geo.head_slots)
+
+            def load(source: Any, target: Any) -> None:
+                plgpu.copy_gmem_to_smem(source, target, smem.group_barrier)
+
+            ring_copies(chunk, lambda source, slots: load(keys_ring.at[source, slots], smem.keys.at[slots]))
+            load(keys_in.at[block], smem.keys.at[fresh])
+            load(reader_in.at[block], smem.reader.at[lax.rem(number, reader_halves)])
+            for source, new, target in zip(scalar_rings, scalars_in, smem.scalars, strict=True):
+                load(source.at[row, :, heads], target.at[pl.ds(0, ring)])
+                load(new.at[row, :, heads], target.at[fresh])
+            all_heads = skip(group == 0, row, geo.batch)
+            for new, target in zip(scalars_in, smem.row_scalars, strict=True):
+                load(new.at[all_heads], target)
+            if has_constants:
+                load(constants_in[0].at[:, heads], smem.constants)
+
+        def append(chunk: Chunk) -> None:
+            group = lax.div(chunk.within, tiles)
+            block = chunk.row * groups + group
+            for t in range(tokens):
+                slot = lax.rem(chunk.start + chunk.length + t, ring)
+                plgpu.copy_smem_to_gmem(
+                    smem.keys.at[pl.ds(ring + t, 1)],
+                    keys_ring.at[block, pl.ds(slot, 1)],
+                    commit_group=False,
+                )
+
+                @pl.when(group == 0)
+                def _(t=t, slot=slot):
+                    # A whole row of heads at once: partial sectors cost a read before the write.
+                    for target, source in zip(scalar_rings, smem.row_scalars, strict=True):
+                        plgpu.copy_smem_to_gmem(source.at[t], target.at[chunk.row, slot], commit_group=False)
+
+            plgpu.commit_smem_to_gmem_group()
+
+        def prepare(chunk: Chunk, number: jax.Array) -> None:
+            """What the tiles of a chunk need."""
+            half, reader_half = lax.rem(number, halves), lax.rem(number, reader_halves)
+            plgpu.barrier_wait(smem.group_barrier)
+            group = lax.div(chunk.within, tiles)
+
+            @pl.when(lax.rem(chunk.within, tiles) == 0)
+            def _():
+                append(chunk)
+
+            recurrence.coefficients(
+                Group(
+                    plgpu=plgpu,
+                    geometry=geo,
+                    fused=fused,
+                    exact=exact,
+                    start=chunk.start,
+                    length=chunk.length,
+                    offset=group * geo.group_heads - aligned_head(group),
+                    keys=smem.keys,
+                    reader=smem.reader.at[reader_half],
+                    scalars=smem.scalars,
+                    constants=smem.constants,
+                    weights=smem.weights.at[half],
+                    scale=smem.scale.at[half] if recurrence.shared_reader else None,
+                    readers=None if recurrence.shared_reader else smem.readers.at[half],
+                    scratch=smem.extra,
+                )
+            )
+            if parts:
+                plgpu.commit_smem()
+                for h in range(smem.packed.shape[1]):
+                    sources = [
+                        smem.reader.at[reader_half, t]
+                        if recurrence.shared_reader
+                        else smem.readers.at[half, t, h]
+                        for t in range(tokens)
+                    ]
+                    pack_readers(plgpu, sources, smem.packed.at[half, h], parts)
+            plgpu.commit_smem()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def read_tile(chunk: Chunk, offset: jax.Array, number: jax.Array, stage: jax.Array) -> None:
+            half = lax.rem(number, halves)
+            within = chunk.within + offset
+            group, tile = lax.div(within, tiles), lax.rem(within, tiles)
+            readers = smem.reader.at[lax.rem(number, reader_halves)]
+            plgpu.barrier_wait(smem.tile_barrier.at[stage])
+            outputs = readout(
+                smem.state.at[stage],
+                smem.values.at[stage],
+                (
+                    smem.weights.at[half],
+                    smem.scale.at[half] if recurrence.shared_reader else None,
+                    readers if recurrence.shared_reader else smem.readers.at[half],
+                    smem.packed.at[half] if parts else None,
+                ),
+                lax.div(tile * TILE, geo.head_dim),
+                jnp.int32(0) if compact else group * geo.group_heads - aligned_head(group),
+                tile * TILE,
+            )
+            for t, y in enumerate(outputs):
+                store_row(plgpu, out.at[chunk.row, t, group, tile], y.astype(out.dtype), fused)
+                slot = lax.rem(chunk.start + chunk.length + t, ring)
+                new = plgpu.load(smem.values.at[stage, ring + t], layout=plgpu.Layout.WGMMA.reduce(1))
+                store_row(plgpu, values_ring.at[chunk.row * groups + group, slot, tile], new, fused)
+            # Every warp has read the stage, and the group's coefficients, before either is written again.
+            plgpu.commit_smem()
+
+        def known_chunk(number: jax.Array) -> Chunk:
+            place = lax.rem(number, 3)
+            plgpu.barrier_wait(smem.known.at[place])
+            return Chunk(*(smem.chunks[place, i] for i in range(len(Chunk._fields))))
+
+        def publish(chunk: Chunk, number: jax.Array) -> None:
+            place = lax.rem(number, 3)
+            for i, field in enumerate(chunk):
+                smem.chunks[place, i] = field
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem.known.at[place])
+
+        def wait_free(number: jax.Array) -> None:
+            @pl.when(number >= 0)
+            def _():
+                plgpu.barrier_wait(smem.free.at[lax.rem(number, 2)])
+
+        def serve_groups() -> None:
+            """The coefficients of all chunks, up to two ahead of the tiles."""
+
+            def one(carry: tuple) -> tuple:
+                number, chunk = carry
+                publish(chunk, number)
+                wait_free(number - 2)
+                issue_group(chunk, number)
+                claim(chunk)
+                prepare(chunk, number)
+                plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
+                return number + 1, claimed()
+
+            number, chunk = lax.while_loop(
+                lambda carry: carry[1].count > 0, one, (jnp.int32(0), chunk_of(cta))
+            )
+            publish(chunk, number)
+            wait_free(number - 2)
+            wait_free(number - 1)
+            plgpu.wait_smem_to_gmem(0)
+
+        def serve_tiles() -> None:
+            # Slots beyond the new tokens are never copied: their weights are zero, so they must be finite.
+            for stage in range(stages):
+                unused = smem.values.at[stage, pl.ds(ring, NEW_SLOTS)]
+                unused[...] = jnp.zeros((NEW_SLOTS, TILE), value_dtype)
+            plgpu.commit_smem()
+            first = known_chunk(jnp.int32(0)) if apart else chunk_of(cta)
+            issued = jnp.minimum(first.count, stages)
+
+            def issue_first(n: jax.Array, carry: None) -> None:
+                issue_tile(first, n, n)
+                return carry
+
+            if not apart:
+
+                @pl.when(first.count > 0)
+                def _():
+                    issue_group(first, jnp.int32(0))
+
+            lax.fori_loop(0, issued, issue_first, None)
+
+            def one(carry: tuple) -> tuple:
+                number, done, issued, chunk = carry
+                if apart:
+                    plgpu.barrier_wait(smem.ready.at[lax.rem(number, 2)])
+                    after = known_chunk(number + 1)
+                else:
+                    claim(chunk)
+                    prepare(chunk, number)
+                    after = claimed()
+
+                    @pl.when(after.count > 0)
+                    def _():
+                        issue_group(after, number + 1)
+
+                end = done + chunk.count
+
+                def tile(offset: jax.Array, issued: jax.Array) -> jax.Array:
+                    read_tile(chunk, offset, number, lax.rem(done + offset, stages))
+
+                    def issue(n: jax.Array, carry: None) -> None:
+                        here = n < end
+                        source = jax.tree.map(lambda a, b: jnp.where(here, a, b), chunk, after)
+                        issue_tile(source, n - jnp.where(here, done, end), lax.rem(n, stages))
+                        return carry
+
+                    until = jnp.minimum(done + offset + 1 + stages, end + after.count)
+                    lax.fori_loop(issued, until, issue, None)
+                    return until
+
+                issued = lax.fori_loop(0, chunk.count, tile, issued)
+                if apart:
+                    plgpu.barrier_arrive(smem.free.at[lax.rem(number, 2)])
+                return number + 1, end, issued, after
+
+            zero = jnp.int32(0)
+            lax.while_loop(lambda carry: carry[3].count > 0, one, (zero, zero, issued, first))
+            plgpu.wait_smem_to_gmem(0)
+
+        roles = [serve_tiles, *([serve_groups] if apart else [])]
+        if beside is not None:
+            rows = counts_in[1]
+            if counter is not None:
+                rows = jnp.where(flushes_beside(counts_in), rows, 0)
+            fold_rows = beside[1]
+            roles.append(lambda: fold_rows(shared, cta, ctas, smem.beside, rows))
+        if len(roles) == 1:
+            serve_tiles()
+        else:
+            for index, role in enumerate(roles):
+                pl.when(lax.axis_index("warpgroup") == index)(role)
+
+    warpgroups = 1 + apart + (beside is not None)
+    kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        scratch_types=scratch,
+        grid=(ctas,),
+        grid_names=("cta",),
+        **({"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}),
+        # Shared memory is ordered by the barriers and by commit_smem; one barrier a load would be a dozen a
+        # tile.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
+        kernel_name="replay_window",
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    arguments = [
+        operands.out,
+        operands.state,
+        operands.values,
+        operands.keys,
+        *operands.scalars,
+        operands.new_values,
+        operands.new_keys,
+        *operands.new_scalars,
+        operands.reader,
+        operands.cursor,
+        operands.counts,
+        *([operands.constants] if has_constants else []),
+        *([counter] if counted else []),
+    ]
+    kernel(*arguments)
