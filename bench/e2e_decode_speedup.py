@@ -83,7 +83,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="layers of the depth cut")
     parser.add_argument("--contexts", type=numbers, default=[256], help="tokens of a prompt")
     parser.add_argument("--mixed", type=int, default=0, help="prompts are up to so many tokens longer")
-    parser.add_argument("--new-tokens", type=int, default=128, help="a repeat, in whole dispatches of 16")
+    parser.add_argument("--new-tokens", type=int, default=128, help="a repeat, in whole dispatches")
+    parser.add_argument("--steps", type=int, default=16, help="tokens a dispatch")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--buffer-length", type=int, default=16)
     parser.add_argument("--phases", choices=("random", "synchronised"), default="random")
@@ -100,6 +101,7 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     name: str = HUB_NAMES.get(options.model) or options.model
     result = result_file.head("bench.e2e_decode_speedup", options.commit)
+    result["xla_flags"] = os.environ.get("XLA_FLAGS", "")
     if name in STAND_INS:
         result["note"] = f"{name}: experts replaced by dense MLPs of the width that a token uses"
     settings = [
@@ -111,7 +113,8 @@ def main() -> None:
             buffer_length=options.buffer_length,
             context=context,
             spread=options.mixed,
-            dispatches=-(-options.new_tokens // 16),
+            steps=options.steps,
+            dispatches=-(-options.new_tokens // options.steps),
             repeats=options.repeats,
             synchronised=options.phases == "synchronised",
         )

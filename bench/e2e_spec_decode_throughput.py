@@ -118,6 +118,7 @@ def main() -> None:
     # This process only names the device; the memory is its children's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     result = result_file.head("bench.e2e_spec_decode_throughput", options.commit)
+    result["xla_flags"] = os.environ.get("XLA_FLAGS", "")
     if options.model in STAND_INS:
         result["note"] = f"{options.model}: experts replaced by dense MLPs of the width that a token uses"
     records, left_out = run_all(

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from replayssm_jax.cache import AttentionLayer
 from replayssm_jax.replay import Segment
+
+_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def attend(
@@ -30,6 +32,37 @@ def attend(
     layer = AttentionLayer(
         k=layer.k.at[rows, column].set(k, mode="drop"), v=layer.v.at[rows, column].set(v, mode="drop")
     )
+    if segment.mode == "step":
+        return _few_queries(q, layer.k, layer.v, segment.positions), layer
     reach = jnp.arange(size, dtype=jnp.int32)[None, None, None, :]
     mask = reach <= segment.positions[:, None, :, None]
     return jax.nn.dot_product_attention(q, layer.k, layer.v, mask=mask), layer
+
+
+def _few_queries(
+    q: Float[Array, "B T Nq D"],
+    k: Float[Array, "B S N D"],
+    v: Float[Array, "B S N D"],
+    positions: Int32[Array, "B T"],
+) -> Float[Array, "B T Nq D"]:
+    """Attention of the few tokens of a step: the queries of a key head are the rows of one matrix.
+
+    Scores and softmax in float32.
+    """
+    batch, tokens, heads, width = q.shape
+    groups = k.shape[2]
+    rows = tokens * heads // groups
+    # Tensor cores take 16-bit rows by eights; other counts go to much slower kernels.
+    padding = -rows % 8 if q.dtype.itemsize == 2 else 0
+    packed = jnp.moveaxis(q.reshape(batch, tokens, groups, -1, width), 2, 1).reshape(
+        batch, groups, rows, width
+    )
+    packed = jnp.pad(packed, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    last = jnp.pad(jnp.repeat(positions, rows // tokens, axis=1), ((0, 0), (0, padding)))
+    scores = jnp.einsum("bnmd,bsnd->bnms", packed, k, preferred_element_type=jnp.float32) * width**-0.5
+    reach = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, None, :]
+    scores = jnp.where(reach <= last[:, None, :, None], scores, _HIDDEN)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    outputs = jnp.einsum("bnms,bsnd->bnmd", weights, v)[:, :, :rows]
+    outputs = jnp.moveaxis(outputs.reshape(batch, groups, tokens, -1, width), 1, 2)
+    return outputs.reshape(q.shape)

@@ -1,5 +1,7 @@
 """The short causal convolution in front of a recurrence, and its cached window."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,32 +25,38 @@ class CausalConv(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T C"], layer: Any, segment: Segment
     ) -> tuple[Float[Array, "B T C"], Any]:
-        """Returns silu(conv(x)) in the dtype of x, and the layer (buffers with a `conv`, or None) with its
-        window moved on."""
-        past = self.taps - 1
+        """Returns silu(conv(x)) in the dtype of x, and the layer (buffers with a `conv`, or None) moved on.
+
+        Steps write their T columns; a prefill only the last taps - 1 real ones of each row.
+        """
+        past, tokens = self.taps - 1, x.shape[1]
+        if layer is not None and segment.mode == "step":
+            before = _columns(layer.conv, segment, -past, past)
+            # Every column by itself: old and new ones joined to one array would be copied first.
+            columns = [before[:, i] for i in range(past)] + [x[:, t] for t in range(tokens)]
+            outputs = [self._weighed(columns[t : t + self.taps]) for t in range(tokens)]
+            layer = replace(layer, conv=_write(layer.conv, x, segment.position))
+            return jnp.stack(outputs, axis=1), layer
         if layer is None:
             columns = jnp.pad(x, ((0, 0), (past, 0), (0, 0)))
         else:
             columns = jnp.concatenate([_columns(layer.conv, segment, -past, past), x], axis=1)
-            layer = replace(layer, conv=self._moved_on(layer.conv, columns, segment))
-        weight = self.weight[...].astype(jnp.float32)
-        tokens = x.shape[1]
-        out = sum(
-            columns[:, tap : tap + tokens].astype(jnp.float32) * weight[None, None, tap]
-            for tap in range(self.taps)
-        )
-        if self.bias is not None:
-            out = out + self.bias[...].astype(jnp.float32)[None, None]
-        return jax.nn.silu(out).astype(x.dtype), layer
+            last = segment.lengths[:, None] + jnp.arange(past, dtype=jnp.int32)[None, :]
+            kept = jnp.take_along_axis(columns, last[:, :, None], axis=1)
+            moved_on = _write(layer.conv, kept, segment.position + segment.lengths - past)
+            layer = replace(layer, conv=moved_on)
+        return self._weighed([columns[:, tap : tap + tokens] for tap in range(self.taps)]), layer
 
-    def _moved_on(self, window: Float[Array, "B W C"], columns: Float[Array, "B P C"], segment: Segment):
-        """Steps write their T columns; a prefill only the last taps - 1 real ones of each row."""
-        past = self.taps - 1
-        if segment.mode == "step":
-            return _write(window, columns[:, past:], segment.position)
-        last = segment.lengths[:, None] + jnp.arange(past, dtype=jnp.int32)[None, :]
-        kept = jnp.take_along_axis(columns, last[:, :, None], axis=1)
-        return _write(window, kept, segment.position + segment.lengths - past)
+    def _weighed(self, columns: Sequence[Float[Array, "*batch C"]]) -> Float[Array, "*batch C"]:
+        """silu of the columns under the taps, oldest first, times their weights; in the columns' dtype."""
+        terms = [
+            column.astype(jnp.float32) * jnp.broadcast_to(tap.astype(jnp.float32), column.shape)
+            for column, tap in zip(columns, self.weight[...], strict=True)
+        ]
+        out = functools.reduce(jnp.add, terms)
+        if self.bias is not None:
+            out = out + jnp.broadcast_to(self.bias[...].astype(jnp.float32), out.shape)
+        return jax.nn.silu(out).astype(columns[0].dtype)
 
 
 def _columns(window: Float[Array, "B W C"], segment: Segment, first: int, count: int):
