@@ -31,7 +31,7 @@ from replayssm_jax.sampling import (
 class Drafts:
     """Tokens that a drafter proposes for the positions after each row's newest token.
 
-    tokens: the first `count` (0..D) of each row are proposals, the rest are ignored.
+    tokens: ids of the vocabulary; the first `count` (0..D) of each row are proposals, the rest are ignored.
     probabilities: of the whole vocabulary at each draft, filtered as the target's: what the draft was drawn
     from. None when the drafter is deterministic.
     """
