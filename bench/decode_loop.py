@@ -223,6 +223,12 @@ def row_bytes(setting: Setting, max_length: int) -> int:
     return bytes_of(2) - bytes_of(1) + 4 * setting.window * config.vocab_size
 
 
+def needed_bytes(setting: Setting) -> int:
+    """Bytes of weights, cache and logits of a setting."""
+    weights = 2 * parameter_count(depth_cut(published(setting.model), setting.layers))
+    return weights + setting.batch * row_bytes(setting, setting.max_length)
+
+
 def concurrency(setting: Setting, max_length: int, memory: int) -> dict:
     """The record of the largest batch: rows that fit beside bfloat16 weights into `memory` bytes.
 

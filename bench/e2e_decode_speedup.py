@@ -15,18 +15,11 @@ import os
 from pathlib import Path
 
 from bench import result_file
-from bench.decode_loop import Setting, row_bytes
-from bench.e2e_models import CUT_LAYERS, HUB_NAMES, STAND_INS, depth_cut, published
+from bench.decode_loop import Setting, needed_bytes
+from bench.e2e_models import CUT_LAYERS, HUB_NAMES, STAND_INS
 from bench.processes import Task, run_all
-from models.checkpoint import parameter_count
 
 METHODS = ("eager", "replay")
-
-
-def needed_bytes(setting: Setting) -> int:
-    """Bytes of weights, cache and logits of a setting."""
-    weights = 2 * parameter_count(depth_cut(published(setting.model), setting.layers))
-    return weights + setting.batch * row_bytes(setting, setting.max_length)
 
 
 def groups(settings: list[Setting], memory: float) -> list[list[Task]]:
@@ -88,7 +81,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--buffer-length", type=int, default=16)
     parser.add_argument("--phases", choices=("random", "synchronised"), default="random")
-    parser.add_argument("--memory", type=float, default=130.0, help="GB that two processes may share")
+    parser.add_argument("--memory", type=float, default=130.0, help="GB for both processes, or one of them")
     parser.add_argument("--jobs", type=int, default=1, help="pairs that compile side by side")
     parser.add_argument(
         "--time-limit", type=float, default=3600.0, help="seconds; what is left out is listed"
@@ -126,9 +119,13 @@ def main() -> None:
         for context in options.contexts
     ]
     pairs = groups(settings, options.memory * 1e9)
-    records, left_out = run_all(pairs, jobs=options.jobs, time_limit=options.time_limit, lock=options.lock)
-    result |= {"left_out": left_out, "records": records}
-    result_file.write(result, options.out or result_file.RESULTS / f"e2e_decode_speedup_{name}.json")
+    out = options.out or result_file.RESULTS / f"e2e_decode_speedup_{name}.json"
+
+    def save(records: list[dict], left_out: list[dict]) -> None:
+        result_file.write(result | {"left_out": left_out, "records": records}, out)
+
+    limits = {"jobs": options.jobs, "time_limit": options.time_limit, "lock": options.lock}
+    records, _ = run_all(pairs, save=save, memory=options.memory * 1e9, **limits)
     print(speedups(records))
 
 

@@ -56,7 +56,7 @@ def plan(options: argparse.Namespace) -> list[Task]:
     for window in options.windows:
         settings += points(cut, max(options.batches, default=256), window, rate)[:2]
     tasks = [Task(setting=setting) for setting in settings]
-    if options.memory:
+    if options.concurrency:
         memory = {"memory": round(options.memory * 1e9), "max_length": options.max_length}
         for setting in points(base, 1, 4, rate):
             tasks.append(Task(setting=setting, **memory))
@@ -105,7 +105,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=16, help="steps a dispatch")
     parser.add_argument("--repeats", type=int, default=5, help="dispatches timed")
-    parser.add_argument("--memory", type=float, help="GB for the concurrency records")
+    parser.add_argument("--memory", type=float, default=130.0, help="GB; what needs more is left out")
+    parser.add_argument(
+        "--concurrency", action=argparse.BooleanOptionalAction, default=True, help="how many rows fit"
+    )
     parser.add_argument("--max-length", type=int, default=2048, help="positions a row in those records")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile side by side")
     parser.add_argument(
@@ -121,15 +124,14 @@ def main() -> None:
     result["xla_flags"] = os.environ.get("XLA_FLAGS", "")
     if options.model in STAND_INS:
         result["note"] = f"{options.model}: experts replaced by dense MLPs of the width that a token uses"
-    records, left_out = run_all(
-        [[task] for task in plan(options)],
-        jobs=options.jobs,
-        time_limit=options.time_limit,
-        lock=options.lock,
-    )
-    result |= {"left_out": left_out, "records": records}
     out = options.out or result_file.RESULTS / f"e2e_spec_decode_throughput_{options.model}.json"
-    result_file.write(result, out)
+
+    def save(records: list[dict], left_out: list[dict]) -> None:
+        result_file.write(result | {"left_out": left_out, "records": records}, out)
+
+    groups = [[task] for task in plan(options)]
+    limits = {"jobs": options.jobs, "time_limit": options.time_limit, "lock": options.lock}
+    records, _ = run_all(groups, save=save, memory=options.memory * 1e9, **limits)
     print(ratios(records))
 
 

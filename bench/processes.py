@@ -8,19 +8,20 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 
-from bench.decode_loop import Run, Setting, concurrency, line
+from bench.decode_loop import Run, Setting, concurrency, line, needed_bytes
 
 # A child takes the memory it needs, not most of the device at its start.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
@@ -129,19 +130,34 @@ def run_group(tasks: Sequence[Task], lock: Path, deadline: float) -> list[tuple[
 
 
 def run_all(
-    groups: Sequence[Sequence[Task]], *, jobs: int, time_limit: float, lock: Path | None = None
+    groups: Sequence[Sequence[Task]],
+    *,
+    jobs: int,
+    time_limit: float,
+    save: Callable[[list[dict], list[dict]], None],
+    memory: float = math.inf,
+    lock: Path | None = None,
 ) -> tuple[list[dict], list[dict]]:
     """Runs groups of tasks: (records, tasks left out with the reason). Prints a line as a group ends.
 
     jobs: groups at once; they compile side by side and use the device one after the other. time_limit:
-    seconds after which all ends. lock: a file shared with other programs that use the device.
+    seconds after which all ends. save: called with what there is after every group. memory: bytes beyond
+    which a setting is left out. lock: a file shared with other programs that use the device.
     """
     deadline = time.monotonic() + time_limit
     records, left_out = [], []
+
+    def run(group: Sequence[Task]) -> list[tuple[dict | None, str]]:
+        for task in group:
+            needed = 0 if task.memory is not None else needed_bytes(task.setting)
+            if needed > memory:
+                reason = f"needs {needed / 1e9:.1f} GB of {memory / 1e9:.1f} GB"
+                return [(None, reason)] * len(group)
+        return run_group(group, turns, deadline)
+
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         turns = lock or Path(folder) / "device.lock"
-        results = pool.map(lambda group: run_group(group, turns, deadline), groups)
-        for group, outcomes in zip(groups, results, strict=True):
+        for group, outcomes in zip(groups, pool.map(run, groups), strict=True):
             for task, (record, reason) in zip(group, outcomes, strict=True):
                 if record is None:
                     left_out.append(dataclasses.asdict(task) | {"reason": reason})
@@ -149,6 +165,7 @@ def run_all(
                 else:
                     records.append(record | {"interleaved": len(group) > 1})
                     print(line(record), flush=True)
+            save(records, left_out)
     return records, left_out
 
 

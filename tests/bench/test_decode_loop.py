@@ -1,6 +1,9 @@
 """The timed loop of the end-to-end benchmarks, its processes, and the tables made of them."""
 
+import os
 import re
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,7 +13,7 @@ from jax.profiler import ProfileData
 from bench import e2e_decode_speedup, e2e_models, e2e_spec_decode_throughput, roofline
 from bench.decode_loop import Run, Setting, cursors, row_bytes
 from bench.kernel_table import kernel_times, table
-from bench.processes import Task, run_all
+from bench.processes import Task, run_all, run_group
 
 TINY = {
     "model_type": "nemotron_h",
@@ -68,12 +71,25 @@ def test_rows_start_in_the_long_run_distribution(tiny):
 
 
 def test_what_cannot_run_is_left_out_with_the_reason():
-    task = Task(setting=Setting(model="nano-5b", batch=1, method="eager"))
-    records, left_out = run_all([[task]], jobs=1, time_limit=300.0)
-    assert not records
-    assert "There is no model 'nano-5b'" in left_out[0]["reason"]
-    records, left_out = run_all([[task]], jobs=1, time_limit=0.0)
-    assert left_out[0]["reason"] == "time limit"
+    saved = []
+
+    def reason(model, **limits):
+        task = Task(setting=Setting(model=model, batch=1, method="eager", implementation="xla"))
+        options = {"jobs": 1, "time_limit": 300.0} | limits
+        records, left_out = run_all([[task]], save=lambda *both: saved.append(both), **options)
+        assert not records and saved[-1] == ([], left_out)
+        return left_out[0]["reason"]
+
+    assert reason("nano-4b", time_limit=0.0) == "time limit"
+    # 3.97 billion weights in two bytes, 83 MB of state and 9 MB of keys and values among others.
+    assert re.fullmatch(r"needs 8\.0 GB of 1\.0 GB", reason("nano-4b", memory=1e9))
+
+
+@pytest.mark.slow
+def test_what_a_process_says_when_it_fails_is_the_reason():
+    setting = Setting(model="nano-4b", layers=99, batch=1, method="eager")
+    outcomes = run_group([Task(setting=setting)], Path(os.devnull), time.monotonic() + 300)
+    assert outcomes == [(None, "ValueError: layers must lie in 1..42, got 99.")]
 
 
 def record(**fields):
