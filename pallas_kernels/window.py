@@ -36,6 +36,8 @@ from pallas_kernels.pipeline import (
 )
 from pallas_kernels.readout import Readout, store_row
 
+SMALL_CHUNK = 4
+
 
 class Chunk(NamedTuple):
     """Tiles of one group: its row's cursor, the first tile in the row, and how many (0: no more chunks)."""
@@ -48,9 +50,9 @@ class Chunk(NamedTuple):
     count: jax.Array
 
 
-def chunk_tiles(tiles: int, stages: int, share: int) -> int:
-    """Tiles of a small chunk: a divisor of a group's tiles that fills the pipeline, if a CTA's share does."""
-    wanted = max(1, min(stages, share))
+def chunk_tiles(tiles: int, least: int, share: int) -> int:
+    """Tiles of a small chunk: the smallest divisor of a group's tiles from `least`, or a CTA's share, on."""
+    wanted = max(1, min(least, share))
     return min((size for size in range(wanted, tiles) if tiles % size == 0), default=tiles)
 
 
@@ -119,7 +121,7 @@ def stream_window(
 
     # What a group's tiles need is kept twice when the next group's is computed meanwhile.
     halves = 2 if apart else 1
-    reader_halves = 2 if recurrence.shared_reader else 1
+    reader_halves = 1 if not recurrence.shared_reader else 3 if apart else 2
     scratch = {
         "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
         "reader": plgpu.SMEM((reader_halves, tokens, geo.d_state), operands.reader.dtype),
@@ -160,7 +162,8 @@ def stream_window(
     deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
     ctas, stages = fit(deeper, lambda stages: shared_bytes((scratch, staged(stages))))
     all_tiles = geo.batch * row_tiles
-    span = chunk_tiles(tiles, stages, all_tiles // ctas)
+    # Coefficients take longer than a few tiles.
+    span = chunk_tiles(tiles, tiles if apart else max(stages, SMALL_CHUNK), all_tiles // ctas)
     ctas = min(ctas, all_tiles // span)
     scratch |= staged(stages)
     scratch["tile_barrier"] = plgpu.Barrier(num_arrivals=2 + granules, num_barriers=stages)
@@ -359,8 +362,8 @@ def stream_window(
             def one(carry: tuple) -> tuple:
                 number, chunk = carry
                 publish(chunk, number)
-                wait_free(number - 2)
                 issue_group(chunk, number)
+                wait_free(number - 2)
                 claim(chunk)
                 prepare(chunk, number)
                 plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])

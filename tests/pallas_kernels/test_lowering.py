@@ -95,3 +95,10 @@ def test_persistent_grids_are_resident():
     assert fit(wide, lambda stages: 50_000 + 40_000 * stages) == (SMS, 4)
     ctas, stages = fit(wide, lambda stages: 60_000 + 60_000 * stages)
     assert ctas == SMS and 60_000 + 60_000 * stages <= CTA_SHARED_BYTES
+
+
+def test_small_chunks_divide_a_group():
+    from pallas_kernels.window import chunk_tiles
+
+    assert [chunk_tiles(tiles, 4, 100) for tiles in (1, 2, 6, 7, 8, 15, 16)] == [1, 2, 6, 7, 4, 5, 4]
+    assert [chunk_tiles(16, 4, share) for share in (0, 1, 2, 3)] == [1, 1, 2, 4]
