@@ -70,6 +70,9 @@ def cases(names: Iterable[str], batches: Iterable[int], peers: bool) -> list[Cas
         add(name, ("replay", *of(name, ("authors-replay",))), batch=first, tokens=4)
         for state in ("bf16", "fp16"):
             add(name, ("replay", "eager"), batch=first, state=state)
+    for name in main:
+        for tokens in (2, 8):
+            add(name, ("replay",), batch=first, tokens=tokens)
     for batch in others:
         for name in main:
             add(name, ("replay", "eager"), batch=batch)
@@ -77,8 +80,6 @@ def cases(names: Iterable[str], batches: Iterable[int], peers: bool) -> list[Cas
         for name in main:
             add(name, of(name, LEADING), batch=batch)
     for name in main:
-        for tokens in (2, 8):
-            add(name, ("replay",), batch=first, tokens=tokens)
         for buffer_length in (8, 32):
             add(name, ("replay",), batch=first, buffer_length=buffer_length)
         add(name, of(name, ("vllm", "vllm-replay", "authors-replay")), batch=first, state="bf16")

@@ -32,7 +32,8 @@ class PeerLayer:
     def measure(self) -> list[dict]:
         case = self.case
         layer = self.make(SHAPES[case.shape], case)
-        cold = layer.torch.ones(timing.FLUSH_BYTES // 4, device="cuda", dtype=layer.torch.int32)
+        torch = layer.torch
+        cold = torch.ones(timing.FLUSH_BYTES // 4, device="cuda", dtype=torch.int32)
         clock = {"cool": cold.sum, "wait": layer.wait, "keep": layer.keep}
         length = case.buffer_length
         layer.set_lengths(phases(case.batch, case.tokens, length)[0])
@@ -57,6 +58,8 @@ class PeerLayer:
             fields |= bounds(case, read, lengths + case.tokens > length)
             records.append(record(case, np.mean(times, axis=0), operation, phase, **fields))
         self.records = records
+        del layer, launch, clock, cold
+        torch.cuda.empty_cache()  # Other processes share the device.
         return records
 
     def check(self) -> None:
