@@ -16,8 +16,8 @@ from bench.kernel_cases import Case
 from pallas_kernels.launch import LaunchParameters
 
 # Values worth trying on a chip of 132 multiprocessors; a field that the kernels no longer have is skipped.
-WINDOW = {"ctas": (132, 264), "stages": (1, 2, 3, 4), "granule": (4, 8)}
-FLUSH = {"flush_ctas": (132, 264, 396, 528, 792)}
+WINDOW = {"ctas": (132, 264), "stages": (2, 4), "granule": (4, 8), "beside": (0, 1)}
+FLUSH = {"flush_ctas": (132, 264, 396, 528)}
 
 
 def combinations(fields: set[str]) -> list[tuple[tuple[str, int], ...]]:

@@ -68,7 +68,7 @@ def test_sweep_crosses_the_window_and_varies_the_flush_alone():
     assert tried[0] == ()
     assert (("ctas", 264), ("stages", 2)) in tried
     assert (("flush_ctas", 528),) in tried
-    assert len(tried) == 1 + 2 * 4 + 5
+    assert len(tried) == 1 + 2 * 2 + 4
 
 
 def test_sweep_names_the_fastest_of_each_shape():
