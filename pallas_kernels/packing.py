@@ -47,7 +47,7 @@ def pack_readers(plgpu: Any, readers: list[Any], target: Any, parts: int) -> Non
     target[...] = block.astype(target.dtype)
 
 
-def part_weights(plgpu: Any, layout: Any, columns: int, t: int, parts: int, step: float) -> jax.Array:
+def part_weights(plgpu: Any, layout: Any, columns: int, t: Any, parts: int, step: float) -> jax.Array:
     """[columns] factors that add the parts of token t's reader."""
     column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=layout)
     factors = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), layout)

@@ -1,7 +1,7 @@
 """The outputs of one state tile: readouts of the checkpoint plus weighted values of ring and new tokens."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,8 +35,8 @@ class Readout:
         head: jax.Array,
         offset: jax.Array,
         first_row: jax.Array,
-    ) -> Iterator[jax.Array]:
-        """[64] outputs of one token after the other, float32.
+    ) -> Callable[[Any], jax.Array]:
+        """The function from a token of the call to its outputs [64], float32.
 
         state [64, K] and values [slots, 64]: the tile's buffers. group: buffers of its group: weights
         [T, heads, slots], scale [T, heads] or None, readers [T, K] (shared_reader) or [T, heads, K], packed
@@ -65,7 +65,7 @@ class Readout:
             sums = row_sums(times(past, weight, values_layout))
             return plgpu.layout_cast(sums, layout.reduce(1)) if fused else sums
 
-        for t in range(geo.tokens):
+        def output(t: Any) -> jax.Array:
             result: Any = None
             for k in range(geo.tile_heads):
                 h = jnp.minimum(head + k, geo.group_heads - 1) if geo.tile_heads > 1 else head
@@ -88,9 +88,11 @@ class Readout:
                             checkpoint = row_sums(checkpoint)
                         y = checkpoint * scale[t, offset + h] + values_sum(weight)
                 result = y if k == 0 else jnp.where(row_head >= head + k, y, result)
-            yield result
+            return result
 
-    def _reader(self, source: Any, t: int) -> jax.Array:
+        return output
+
+    def _reader(self, source: Any, t: Any) -> jax.Array:
         """Reader [K] of a token, or the factors that add its parts' columns."""
         layout = self.plgpu.Layout.WGMMA.reduce(0)
         if self.parts:

@@ -318,7 +318,7 @@ def stream_window(
             group, tile = lax.div(within, tiles), lax.rem(within, tiles)
             readers = smem.reader.at[lax.rem(number, reader_halves)]
             plgpu.barrier_wait(smem.tile_barrier.at[stage])
-            outputs = readout(
+            output_of = readout(
                 smem.state.at[stage],
                 smem.values.at[stage],
                 (
@@ -331,11 +331,20 @@ def stream_window(
                 jnp.int32(0) if compact else group * geo.group_heads - aligned_head(group),
                 tile * TILE,
             )
-            for t, y in enumerate(outputs):
-                store_row(plgpu, out.at[chunk.row, t, group, tile], y.astype(out.dtype), fused)
+
+            def one_token(t: Any, carry: None) -> None:
+                y = output_of(t).astype(out.dtype)
+                store_row(plgpu, out.at[chunk.row, t, group, tile], y, fused)
                 slot = lax.rem(chunk.start + chunk.length + t, ring)
                 new = plgpu.load(smem.values.at[stage, ring + t], layout=plgpu.Layout.WGMMA.reduce(1))
                 store_row(plgpu, values_ring.at[chunk.row * groups + group, slot, tile], new, fused)
+                return carry
+
+            if tokens == 1:
+                one_token(0, None)
+            else:
+                # Not unrolled: the program of a tile stays short.
+                lax.fori_loop(0, tokens, one_token, None)
             # Every warp has read the stage, and the group's coefficients, before either is written again.
             plgpu.commit_smem()
 
