@@ -211,5 +211,4 @@ def test_a_step_with_kernels_lowers_in_place_for_cuda_on_any_machine(family, met
     aliases = [
         line.count("output_operand_alias<") for line in text.splitlines() if "custom_call @mosaic_gpu" in line
     ]
-    assert aliases == [int(results) for results in calls]
-    assert len(aliases) == (1 if isinstance(method, rs.EagerConfig) else 2)
+    assert aliases and aliases == [int(results) for results in calls]
