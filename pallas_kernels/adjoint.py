@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import BLOCK, Products, scaled
+from pallas_kernels.blocks import BLOCK, Products, flat, fours, scaled
 from pallas_kernels.pipeline import Geometry, Group
 
 
@@ -28,7 +28,7 @@ def adjoint_block(
     keys, queries, log_decays, betas, weights, readers = refs
     heads, tokens = geo.group_heads, geo.tokens
 
-    def slot(token: Any) -> Any:
+    def slot_of(token: Any) -> Any:
         age = first + token
         place = begin + age
         place = ops.select(place < geo.ring, place, place - geo.ring)
@@ -36,7 +36,7 @@ def adjoint_block(
         # Tokens that are not there read the first new one's entries, with weight 0.
         return ops.select(age < length + tokens, place, place * 0 + geo.ring)
 
-    block = Products(ops, keys, slot)
+    block = Products(ops, keys, slot_of)
     parts = warp_parts(geo, newest=newest)
     places = [ops.warp // parts * BLOCK + block.row + 8 * half for half in range(2)]
     used = [place < tokens * heads for place in places]
@@ -54,19 +54,19 @@ def adjoint_block(
         halves = [[f(w) for w in words for f in (ops.low, ops.high)] for words in (top, bottom)]
         return halves, [[top[0], bottom[0], top[1], bottom[1]]]
 
-    sums, gram = block.nothing(parts=1 if newest else 3)
-    shape = [len(sums[0]), len(sums[1])]
+    part_count = 1 if newest else 3
+
+    def unflatten(carry: list) -> tuple[list, list]:
+        four = fours(carry)
+        return [four[:part_count], four[part_count:-2]], four[-2:]
 
     def project(p: Any, carry: list) -> list:
-        fours = [carry[i : i + 4] for i in range(0, len(carry), 4)]
-        sums = [fours[: shape[0]], fours[shape[0] : -2]]
-        sums, gram = block.project(p, rows(p)[1], sums, fours[-2:])
-        return [x for four in (*sums[0], *sums[1], *gram) for x in four]
+        sums, gram = block.project(p, rows(p)[1], *unflatten(carry))
+        return flat(*sums[0], *sums[1], *gram)
 
-    carry = [x for four in (*sums[0], *sums[1], *gram) for x in four]
-    carry = ops.loop(geo.d_state // 16, project, carry)
-    fours = [carry[i : i + 4] for i in range(0, len(carry), 4)]
-    projections, gram = block.joined([fours[: shape[0]], fours[shape[0] : -2]]), fours[-2:]
+    start = [block.zero] * (4 * (2 * part_count + 2))
+    sums, gram = unflatten(ops.loop(geo.d_state // 16, project, start))
+    projections = block.joined(sums)
 
     def own(ref: Any, half: int) -> list:
         """Scalars of the own tokens, zero for those that the reader does not see."""
@@ -80,7 +80,8 @@ def adjoint_block(
     decays = [[ops.exp(x) for x in part] for part in logs]
 
     def step_back(tile: int, count: Any, i: Any, carry: list) -> list:
-        projections, found = ([carry[k : k + 4], carry[k + 4 : k + 8]] for k in (0, 8))
+        four = fours(carry)
+        projections, found = four[:2], four[2:]
         quad = count - 1 - i
         owner = block.row * 4 + quad
         for odd in (1, 0):
@@ -97,13 +98,13 @@ def adjoint_block(
                     ops.fma(update[k // 2], products[k % 2], decay[k // 2] * p)
                     for k, p in enumerate(projections[n])
                 ]
-        return [x for part in (*projections, *found) for x in part]
+        return flat(*projections, *found)
 
-    carry = [x for part in projections for x in part] + [block.zero] * 8
+    carry = flat(*projections) + [block.zero] * 8
     counts = block.quads(length + tokens - first)
     for tile in (1, 0):
         carry = ops.loop(counts[tile], functools.partial(step_back, tile, counts[tile]), carry)
-    found = [carry[8:12], carry[12:]]
+    found = fours(carry)[2:]
 
     since, whole = zip(*(_running_sums(block, part) for part in logs), strict=True)
     totals = [ops.exp(x) for x in whole]

@@ -28,6 +28,16 @@ def block_layout(plgpu: Any) -> Any:
     return tiled_layout(plgpu, ((64, 16), (16, 16), (8, 16), (4,)), (-7,), (-3, -2), -1)
 
 
+def flat(*fours: list) -> list:
+    """The numbers of lists, one after the other."""
+    return [x for four in fours for x in four]
+
+
+def fours(numbers: list) -> list:
+    """Lists of four numbers each."""
+    return [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+
+
 class Products:
     """Products of a warp's 16 rows with the keys of up to 16 tokens, by its lanes.
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.adjoint import by_products
-from pallas_kernels.blocks import Warp
+from pallas_kernels.blocks import Warp, flat, fours
 from pallas_kernels.fold import Tile, TokenRule, one_by_one
 from pallas_kernels.launch import TILE, Unsupported
 from pallas_kernels.pipeline import (
@@ -198,7 +198,8 @@ def _block(warp: Warp) -> list:
     values = warp.own_values()
 
     def eliminate(tile: int, quad: Any, carry: list) -> list:
-        projections, updates = ([carry[i : i + 4], carry[i + 4 : i + 8]] for i in (0, 8))
+        four = fours(carry)
+        projections, updates = four[:2], four[2:]
         for odd in range(2):
             token = quad * 2 + (8 * tile + odd)
             decay, rate = ops.shuffle(alpha, token), ops.shuffle(beta, token)
@@ -213,13 +214,12 @@ def _block(warp: Warp) -> list:
                 projections[n] = [
                     ops.fma(update[i // 2], products[i % 2], decay * p) for i, p in enumerate(projections[n])
                 ]
-        return [x for part in (*projections, *updates) for x in part]
+        return flat(*projections, *updates)
 
-    carry = [x for part in warp.joined(sums) for x in part] + [warp.zero] * 8
+    carry = flat(*warp.joined(sums)) + [warp.zero] * 8
     for tile, count in enumerate(warp.quads(warp.length - warp.first)):
         carry = ops.loop(count, functools.partial(eliminate, tile), carry)
-    updates = [carry[8:12], carry[12:]]
-    return warp.folded(log_decay, updates)
+    return warp.folded(log_decay, fours(carry)[2:])
 
 
 KERNELS = Kernels(
