@@ -86,6 +86,9 @@ def main() -> None:
     parser.add_argument(
         "--time-limit", type=float, default=3600.0, help="seconds; what is left out is listed"
     )
+    parser.add_argument(
+        "--turn-limit", type=float, default=120.0, help="seconds on the device, warm-up included"
+    )
     parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path)
@@ -124,8 +127,8 @@ def main() -> None:
     def save(records: list[dict], left_out: list[dict]) -> None:
         result_file.write(result | {"left_out": left_out, "records": records}, out)
 
-    limits = {"jobs": options.jobs, "time_limit": options.time_limit, "lock": options.lock}
-    records, _ = run_all(pairs, save=save, memory=options.memory * 1e9, **limits)
+    limits = {"jobs": options.jobs, "time_limit": options.time_limit, "turn_limit": options.turn_limit}
+    records, _ = run_all(pairs, save=save, memory=options.memory * 1e9, lock=options.lock, **limits)
     print(speedups(records))
 
 

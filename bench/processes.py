@@ -88,20 +88,28 @@ class Child:
             self._process.communicate()
 
 
-def run_group(tasks: Sequence[Task], lock: Path, deadline: float) -> list[tuple[dict | None, str]]:
+def run_group(
+    tasks: Sequence[Task], lock: Path, deadline: float, turn_limit: float
+) -> list[tuple[dict | None, str]]:
     """Records of tasks whose repeats take turns, or None and the reason where one has none.
 
     A warm-up repeat of each comes first and is not in its record. deadline: the time.monotonic() at which all
-    of them end.
+    of them end. turn_limit: seconds on the device after which they do.
     """
     if time.monotonic() >= deadline:
         return [(None, "time limit")] * len(tasks)
     results: list[tuple[dict | None, str]] = [(None, "time limit")] * len(tasks)
     with tempfile.TemporaryDirectory() as folder:
         children = [Child(task, Path(folder) / f"{i}.log") for i, task in enumerate(tasks)]
-        alarm = threading.Timer(deadline - time.monotonic(), lambda: [child.end() for child in children])
-        alarm.start()
-        alive = dict(enumerate(children))
+        alive, expired = dict(enumerate(children)), []
+
+        def expire() -> None:
+            expired.append(True)
+            for child in children:
+                child.end()
+
+        alarms = [threading.Timer(deadline - time.monotonic(), expire), threading.Timer(turn_limit, expire)]
+        alarms[0].start()
 
         def tell(word: str | None) -> dict[int, str]:
             answers = {}
@@ -110,12 +118,13 @@ def run_group(tasks: Sequence[Task], lock: Path, deadline: float) -> list[tuple[
                     answers[i] = child.answer(word)
                 except ChildProcessError as problem:
                     del alive[i]
-                    results[i] = None, "time limit" if time.monotonic() >= deadline else str(problem)
+                    results[i] = None, "time limit" if expired else str(problem)
             return answers
 
         try:
             tell(None)
             with turn(lock):
+                alarms[1].start()
                 for _ in range(max(task.setting.repeats for task in tasks) + 1):
                     tell("repeat")
                 for i, answer in tell("record").items():
@@ -123,7 +132,8 @@ def run_group(tasks: Sequence[Task], lock: Path, deadline: float) -> list[tuple[
                 for child in children:
                     child.end()
         finally:
-            alarm.cancel()
+            for alarm in alarms:
+                alarm.cancel()
             for child in children:
                 child.end()
     return results
@@ -136,13 +146,15 @@ def run_all(
     time_limit: float,
     save: Callable[[list[dict], list[dict]], None],
     memory: float = math.inf,
+    turn_limit: float = 120.0,
     lock: Path | None = None,
 ) -> tuple[list[dict], list[dict]]:
     """Runs groups of tasks: (records, tasks left out with the reason). Prints a line as a group ends.
 
     jobs: groups at once; they compile side by side and use the device one after the other. time_limit:
     seconds after which all ends. save: called with what there is after every group. memory: bytes beyond
-    which a setting is left out. lock: a file shared with other programs that use the device.
+    which a setting is left out. turn_limit: seconds that a group may use the device. lock: a file shared with
+    other programs that use the device.
     """
     deadline = time.monotonic() + time_limit
     records, left_out = [], []
@@ -153,7 +165,7 @@ def run_all(
             if needed > memory:
                 reason = f"needs {needed / 1e9:.1f} GB of {memory / 1e9:.1f} GB"
                 return [(None, reason)] * len(group)
-        return run_group(group, turns, deadline)
+        return run_group(group, turns, deadline, turn_limit)
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         turns = lock or Path(folder) / "device.lock"

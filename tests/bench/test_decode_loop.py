@@ -88,7 +88,7 @@ def test_what_cannot_run_is_left_out_with_the_reason():
 @pytest.mark.slow
 def test_what_a_process_says_when_it_fails_is_the_reason():
     setting = Setting(model="nano-4b", layers=99, batch=1, method="eager")
-    outcomes = run_group([Task(setting=setting)], Path(os.devnull), time.monotonic() + 300)
+    outcomes = run_group([Task(setting=setting)], Path(os.devnull), time.monotonic() + 300, 300.0)
     assert outcomes == [(None, "ValueError: layers must lie in 1..42, got 99.")]
 
 
