@@ -24,7 +24,7 @@ def shard_cache(cache: Cache, mesh: Mesh) -> Cache:
     type `jax.sharding.AxisType.Auto`; other axes hold copies. The model must be there too, at least as
     copies: `jax.device_put(model, NamedSharding(mesh, PartitionSpec()))`.
     Raises ValueError for a donated cache, for axes of another type, and where rows, or the groups of heads,
-    do not divide evenly.
+    do not divide evenly (an eager cache shows its groups in the first call only).
     """
     check_usable(cache)
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
