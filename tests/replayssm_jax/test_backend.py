@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import replayssm_jax as rs
+from bench.shapes import SHAPES
 from pallas_kernels import launch
 from replayssm_jax import backend, recurrence
 from replayssm_jax import replay as replay_module
@@ -116,14 +117,17 @@ def test_b23_b25_sizes_that_the_kernels_cannot_serve_are_named(changes, batch, r
 
 
 @needs_kernels
-def test_few_rows_decode_by_the_eager_kernels_where_nobody_says_how(on_gpu, monkeypatch):
-    model = hot_model("mamba2", layers=2)
-    assert (
-        backend.default_method(model, 1) == rs.ReplayConfig()
-    )  # sizes that only the portable backend serves
-    monkeypatch.setattr(backend, "size_refusal", lambda *_: None)
-    assert backend.default_method(model, 1) == rs.EagerConfig()
-    assert backend.default_method(model, 64) == rs.ReplayConfig()
+@pytest.mark.parametrize(
+    ("name", "eager", "replay"), [("super", 4, 8), ("nano-4b", 8, 16), ("q122", 4, 8), ("qwen3.5-4b", 16, 32)]
+)
+def test_few_rows_decode_by_the_eager_kernels_where_nobody_says_how(name, eager, replay, on_gpu):
+    """The most rows at which the eager kernel was faster, and the fewest measured at which replay was."""
+    specs = [None, spec(**dataclasses.asdict(SHAPES[name]))]
+    model = types.SimpleNamespace(cache_specs=lambda: specs)
+    assert backend.default_method(model, 1) == backend.default_method(model, eager) == rs.EagerConfig()
+    assert backend.default_method(model, replay) == backend.default_method(model, 256) == rs.ReplayConfig()
+    specs.append(spec(recurrence="kimi_delta"))
+    assert backend.default_method(model, 1) == rs.ReplayConfig()
 
 
 def portable_kernels(module, name):
