@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import functools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,8 @@ def kernel_times(
 ) -> list[float]:
     """Microseconds that the kernels of each launch ran, in order, summed over its kernels named by `keep`.
 
-    Every launch must start the same number of such kernels. `cool` runs before each launch and is not
-    counted: it reads a large buffer, so that the L2 cache holds clean lines of something else. `wait` blocks
-    until the device is idle.
+    `cool` runs before each launch and is not counted: it reads a large buffer, so that the L2 cache holds
+    clean lines of something else. `wait` blocks until the device is idle.
     """
     extension = _extension()
     wait()
@@ -44,27 +42,30 @@ def kernel_times(
         wait()
     finally:
         timings = extension._cupti_get_timings(True)
-    times = [milliseconds * 1e3 for name, milliseconds in timings or () if keep(name)]
-    each, rest = divmod(len(times), len(launches))
-    if rest or not each:
+    # The first kernel of all is the cooling's: after a launch it marks the next one.
+    sums, first = [0.0], None
+    for name, milliseconds in timings or ():
+        first = first or name
+        if keep(name):
+            sums[-1] += milliseconds * 1e3
+        elif name == first and sums[-1]:
+            sums.append(0.0)
+    if len(sums) != len(launches) or not sums[-1]:
         seen = sorted({name for name, _ in timings or ()})
-        raise RuntimeError(f"{len(times)} kernels in {len(launches)} launches; kernels seen: {seen}")
-    return [sum(times[i * each : (i + 1) * each]) for i in range(len(launches))]
+        raise RuntimeError(f"{len(launches)} launches, {len(sums)} times of kernels; kernels seen: {seen}")
+    return sums
 
 
 def fastest(
     candidates: Sequence[Any], run: Callable[[Any], Any], repeats: int = 4, **options: Any
 ) -> tuple[Any, dict[Any, float]]:
-    """The candidate whose `run` takes the least time, and the median microseconds of each."""
+    """The candidate whose `run` takes the least time, and the least microseconds of each."""
     for candidate in candidates:
         run(candidate)
     launches = [functools.partial(run, candidate) for candidate in candidates for _ in range(repeats)]
     times = kernel_times(launches, **options)
-    medians = {
-        candidate: statistics.median(times[i * repeats : (i + 1) * repeats])
-        for i, candidate in enumerate(candidates)
-    }
-    return min(medians, key=lambda candidate: medians[candidate]), medians
+    least = {candidate: min(times[i * repeats : (i + 1) * repeats]) for i, candidate in enumerate(candidates)}
+    return min(least, key=lambda candidate: least[candidate]), least
 
 
 def runs(run: Callable[[Any], Any], candidate: Any) -> bool:

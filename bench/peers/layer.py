@@ -37,7 +37,7 @@ class PeerLayer:
         clock = {"cool": cold.sum, "wait": layer.wait, "keep": layer.keep}
         length = case.buffer_length
         layer.set_lengths(phases(case.batch, case.tokens, length)[0])
-        self.best, medians = timing.fastest(self.candidates, layer.launch, **clock)
+        self.best, swept = timing.fastest(self.candidates, layer.launch, **clock)
         listed = (
             programs(case) if layer.replay else [("decode", "synchronised", np.full((1, case.batch), length))]
         )
@@ -53,7 +53,7 @@ class PeerLayer:
             fields = {
                 "implementation": layer.implementation,
                 "launch": dict(zip(layer.parameters, self.best, strict=True)),
-                "swept": len(medians),
+                "swept": len(swept),
             }
             fields |= bounds(case, read, lengths + case.tokens > length)
             records.append(record(case, np.mean(times, axis=0), operation, phase, **fields))
