@@ -78,12 +78,12 @@ def headline(records: list[dict], batch: int = 256) -> str:
 
 
 def by_batch(records: list[dict]) -> str:
-    """How many times faster than the fastest eager kernel of a peer our replay is, by batch."""
+    """How many times faster than our eager kernel our replay is, by batch."""
     batches = sorted({r["batch"] for r in records})
     rows = []
     for shape in MAIN:
         cells = [
-            _ratio(step(records, shape, batch, EAGER_PEERS), step(records, shape, batch, ("replay",)))
+            _ratio(step(records, shape, batch, ("eager",)), step(records, shape, batch, ("replay",)))
             for batch in batches
         ]
         if set(cells) != {"-"}:

@@ -1,8 +1,11 @@
 """Tables and plot from a small synthetic result."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from bench import kernel_report, kernel_sweep, plots
+from bench import kernel_report, kernel_sweep, plots, result_file
 
 
 def record(method, time, batch=256, **fields):
@@ -34,8 +37,8 @@ def test_headline_takes_the_fastest_peer_of_each_kind():
     assert line == "| `super` | 550 (mamba-ssm) | 540 | 330 (vllm) | 275 | 1.10 | 2.00 | 1.20 |"
 
 
-def test_ratios_by_batch_leave_out_what_was_not_measured():
-    assert kernel_report.by_batch(RECORDS).split("\n")[2] == "| `super` | - | 2.00 |"
+def test_ratios_by_batch_are_over_our_eager_kernel():
+    assert kernel_report.by_batch(RECORDS).split("\n")[2] == "| `super` | 1.20 | 1.96 |"
 
 
 def test_formats_and_windows_are_steps_without_a_flush():
@@ -47,10 +50,17 @@ def test_windows_are_steps_at_the_true_flush_rate():
     assert line == "| `super` | - | 400 | - | 500 (authors) | 1.25 |"
 
 
-def test_curves_fall_back_to_our_eager_kernel_where_a_batch_has_no_peer():
-    batches, ratios = plots.curves(RECORDS, "super")["replay, ours"]
-    assert batches == [1, 256]
-    assert ratios == pytest.approx([1.2, 2.0])
+def test_readme_has_the_tables_of_the_result_file():
+    readme = Path(kernel_report.__file__).parents[1] / "README.md"
+    result = json.loads((result_file.RESULTS / "kernel_decode.json").read_text())
+    for table in kernel_report.tables(result["records"]):
+        assert table in readme.read_text()
+
+
+def test_curves_hold_the_batches_that_were_measured():
+    lines = plots.curves(RECORDS, "super")
+    assert lines["replay, ours"] == ([1, 256], pytest.approx([1.2, 540 / 275]))
+    assert lines["eager, fastest peer"] == ([256], pytest.approx([540 / 550]))
 
 
 def test_plot_is_a_small_file_with_a_panel_a_shape(tmp_path):
