@@ -21,7 +21,7 @@ def verify(model, tokens, cache, accepted):
     return logits, commit_core(cache, accepted)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("gated_delta", marks=pytest.mark.slow)])
 def test_random_accepted_counts_decode_as_plain_decoding(family):
     """Drafts behind the accepted ones are wrong, so a state, column or key that outlives them shows."""
     model = hot_model(family, layers=3)
