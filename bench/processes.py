@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -78,14 +79,23 @@ class Child:
         answer = self._process.stdout.readline()
         if not answer:
             said = [text for text in self._log.read_text().splitlines() if text.strip()]
-            raise ChildProcessError(said[-1][:300] if said else "ended without a message")
+            errors = [text for text in said if re.match(r"[\w.]*(Error|Exception|ERROR)\b", text)] or said
+            raise ChildProcessError(errors[-1][:300] if errors else "ended without a message")
         return answer
 
-    def end(self) -> None:
-        """Ends the process and waits for it."""
+    def kill(self) -> None:
+        """Ends the process; what waits for its answer learns that there is none."""
         self._process.kill()
+
+    def end(self) -> None:
+        """Ends the process, waits for it and closes its pipes; may be called again."""
+        self.kill()
+        self._process.wait()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # A word that the process did not live to read is lost.
         with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
+            self._process.stdin.close()
+        self._process.stdout.close()
 
 
 def run_group(
@@ -106,7 +116,7 @@ def run_group(
         def expire() -> None:
             expired.append(True)
             for child in children:
-                child.end()
+                child.kill()
 
         alarms = [threading.Timer(deadline - time.monotonic(), expire), threading.Timer(turn_limit, expire)]
         alarms[0].start()
