@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.pipeline import tiled_layout
 
@@ -236,8 +235,9 @@ def read_block(
         target = rows.to_mgpu()
         results = []
         for pair in readouts(Lanes(), _rows(unpack(tile.registers.flat)), key, reader, with_key=with_key):
-            registers = np.empty(target.registers_shape(tile.shape[:1]), object)
-            registers.flat[:] = repack([[x] for x in pair])
+            sums = repack([[x] for x in pair])
+            registers = tile.registers.flat[: len(sums)].reshape(target.registers_shape(tile.shape[:1]))
+            registers.flat[:] = sums
             results.append(FragmentedArray(_registers=registers, _layout=target, _is_signed=None))
         return tuple(results)
 
