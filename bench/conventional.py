@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int32
 from models.base import HybridModel
 from pallas_kernels import gated_delta, mamba2
 from replayssm_jax.cache import Cache, RecurrentLayer, static
+from replayssm_jax.precision import decode
 from replayssm_jax.replay import Segment
 
 KERNELS = {"mamba2": mamba2, "gated_delta": gated_delta}
@@ -113,7 +114,7 @@ def conventional_cache(
             return eager
         batch, columns, channels = eager.conv.shape
         return ConventionalLayer(
-            states=jnp.zeros((window, *eager.checkpoint.shape), jnp.float32),
+            states=jnp.zeros((window, *decode(eager.checkpoint).shape), jnp.float32),
             conv=jnp.zeros((batch, columns - cache.window + window, channels), eager.conv.dtype),
             heads=eager.heads,
             recurrence=eager.recurrence,

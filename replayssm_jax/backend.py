@@ -26,7 +26,7 @@ def resolve(method: DecodingConfig, specs: Sequence[Any], batch: int) -> Decodin
     """
     if method.implementation == "xla":
         return method
-    reason = device_refusal() or size_refusal(method, specs, batch)
+    reason = device_refusal() or format_refusal(method) or size_refusal(method, specs, batch)
     if reason is None:
         return dataclasses.replace(method, implementation="pallas")
     if method.implementation == "pallas":
@@ -74,6 +74,16 @@ def device_refusal() -> str | None:
     capability = str(getattr(device, "compute_capability", "0.0"))
     if float(capability) < 9.0:
         return f"the Pallas kernels need a Hopper GPU or newer, this one has compute capability {capability}"
+    return None
+
+
+def format_refusal(method: DecodingConfig) -> str | None:
+    """Why the GPU kernels cannot serve the state's formats; None when they can."""
+    if isinstance(method, ReplayConfig) and (method.recurrence, method.read) != ("fp32", "fp32"):
+        return (
+            "the Pallas kernels keep and read the state in fp32, not with "
+            f'recurrence="{method.recurrence}" and read="{method.read}"'
+        )
     return None
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 from pallas_kernels.numerics import hash_uint32
 from replayssm_jax.backend import resolve, ring_slots
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
+from replayssm_jax.precision import Stored, decode, zeros
 from replayssm_jax.recurrence import RECURRENCES
 
 
@@ -55,17 +56,22 @@ LayerSpec = RecurrentSpec | AttentionSpec | None
 class RecurrentLayer:
     """One recurrent layer's buffers.
 
-    checkpoint: the state at token `start`; the current state in eager caches.
+    checkpoint: the state at token `start`, [B, H, V, K] in the recurrence's format; the current state,
+    float32, in eager caches.
     ring: inputs of the tokens since then, token p in slot p mod R; None in eager caches.
     conv: convolution *input* columns, position p in column p mod W, W = conv_kernel - 1 + window.
     heads: per-head constants of the recurrence, copied from the model; the same for all rows.
+    copy: the checkpoint in the format that outputs read; None where they read the checkpoint itself.
+    index: of the layer in the model.
     """
 
-    checkpoint: Float[Array, "B H V K"]
+    checkpoint: Stored
     ring: Any
     conv: Float[Array, "B W C"]
     heads: Any
     recurrence: str = static()
+    copy: Stored | None = None
+    index: int = static(default=0)
 
 
 @jax.tree_util.register_dataclass
@@ -118,14 +124,17 @@ class Cache:
         return self.replay.window
 
 
-def _layer(spec: LayerSpec, heads, batch: int, max_length: int, replay: DecodingConfig, dtype):
+def _layer(spec: LayerSpec, heads, index: int, batch: int, max_length: int, replay: DecodingConfig, dtype):
     if spec is None:
         return None
     if isinstance(spec, AttentionSpec):
         shape = (batch, max_length, spec.kv_heads, spec.head_dim)
         return AttentionLayer(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
-    ring = None
+    shape = (batch, spec.heads, spec.head_dim, spec.d_state)
+    ring, copy, recurrence = None, None, "fp32"
     if isinstance(replay, ReplayConfig):
+        recurrence = replay.recurrence
+        copy = None if replay.read == recurrence else zeros(shape, replay.read)
         ring = RECURRENCES[spec.recurrence].zeros(
             batch,
             ring_slots(replay),
@@ -136,11 +145,13 @@ def _layer(spec: LayerSpec, heads, batch: int, max_length: int, replay: Decoding
             dtype=dtype,
         )
     return RecurrentLayer(
-        checkpoint=jnp.zeros((batch, spec.heads, spec.head_dim, spec.d_state), jnp.float32),
+        checkpoint=zeros(shape, recurrence),
         ring=ring,
         conv=jnp.zeros((batch, spec.conv_kernel - 1 + replay.window, spec.conv_channels), dtype),
         heads=jax.tree.map(jnp.copy, heads),
+        copy=copy,
         recurrence=spec.recurrence,
+        index=index,
     )
 
 
@@ -189,8 +200,8 @@ def _empty(
     count = jnp.zeros((batch,), jnp.int32)
     return Cache(
         layers=tuple(
-            _layer(spec, constants, batch, max_length, replay, dtype)
-            for spec, constants in zip(specs, heads, strict=True)
+            _layer(spec, constants, index, batch, max_length, replay, dtype)
+            for index, (spec, constants) in enumerate(zip(specs, heads, strict=True))
         ),
         start=count,
         length=jnp.copy(count),
@@ -233,9 +244,11 @@ def _checked_flush_at(flush_at, batch: int, replay: DecodingConfig):
 def cache_bytes(
     specs: tuple[LayerSpec, ...], max_length: int, replay: DecodingConfig | None, dtype
 ) -> dict[str, int]:
-    """Bytes a sequence of the cache's buffers: keys checkpoint, ring, conv, kv and total."""
+    """Bytes a sequence of the cache's buffers: keys checkpoint, copy, ring, conv, kv and total."""
     method = resolve(_method(replay), specs, 1)
-    layers = jax.eval_shape(lambda: tuple(_layer(spec, None, 1, max_length, method, dtype) for spec in specs))
+    layers = jax.eval_shape(
+        lambda: tuple(_layer(spec, None, 0, 1, max_length, method, dtype) for spec in specs)
+    )
     recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
     attention = [layer for layer in layers if isinstance(layer, AttentionLayer)]
 
@@ -244,6 +257,7 @@ def cache_bytes(
 
     parts = {
         "checkpoint": size([layer.checkpoint for layer in recurrent]),
+        "copy": size([layer.copy for layer in recurrent]),
         "ring": size([layer.ring for layer in recurrent]),
         "conv": size([layer.conv for layer in recurrent]),
         "kv": size(attention),
@@ -388,7 +402,7 @@ def _materialize(cache: Cache) -> tuple:
     states = []
     for layer in cache.layers:
         if isinstance(layer, RecurrentLayer):
-            state = jnp.copy(layer.checkpoint)
+            state = jnp.copy(decode(layer.checkpoint))
             if layer.ring is not None:
                 recurrence = RECURRENCES[layer.recurrence]
                 state = recurrence.fold(state, layer.ring, layer.heads, cache.start, cache.length)

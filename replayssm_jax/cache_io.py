@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from replayssm_jax.backend import device_refusal
 from replayssm_jax.cache import AttentionLayer, Cache, RecurrentLayer, check_usable
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
+from replayssm_jax.precision import Scaled, Stored
 from replayssm_jax.recurrence import RECURRENCES
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _METHODS = {method.__name__: method for method in (ReplayConfig, EagerConfig)}
 _CURSORS = ("start", "length", "pending", "flush_at", "seed")
+_SCALED = ("codes", "scale", "block_scale")
 
 
 def _fields(item: Any) -> dict[str, Any]:
@@ -27,7 +29,9 @@ def _fields(item: Any) -> dict[str, Any]:
 def _layer_arrays(layer) -> dict[str, Any]:
     if isinstance(layer, AttentionLayer):
         return _fields(layer)
-    arrays = {"checkpoint": layer.checkpoint, "conv": layer.conv}
+    arrays = {"conv": layer.conv, **_stored_arrays("checkpoint", layer.checkpoint)}
+    if layer.copy is not None:
+        arrays |= _stored_arrays("copy", layer.copy)
     arrays |= {f"heads.{name}": value for name, value in _fields(layer.heads).items()}
     if layer.ring is not None:
         arrays |= {f"ring.{name}": value for name, value in _fields(layer.ring).items()}
@@ -40,6 +44,12 @@ def _arrays(cache: Cache) -> dict[str, jax.Array]:
         if layer is not None:
             arrays |= {f"layers.{index}.{name}": value for name, value in _layer_arrays(layer).items()}
     return arrays
+
+
+def _stored_arrays(name: str, stored: Stored) -> dict[str, Any]:
+    if not isinstance(stored, Scaled):
+        return {name: stored}
+    return {f"{name}.{part}": getattr(stored, part) for part in _SCALED if getattr(stored, part) is not None}
 
 
 def _layer_kind(layer) -> str | None:
@@ -113,8 +123,8 @@ def _restored(path: Path, about: dict[str, Any]) -> Cache:
     }
     with ocp.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore(path / "arrays", target)
-    layers = tuple(_layer(kind, index, arrays) for index, kind in enumerate(about["layers"]))
     replay = _served(_METHODS[about["method"]](**about["replay"]))
+    layers = tuple(_layer(kind, index, arrays, replay) for index, kind in enumerate(about["layers"]))
     cursors = {name: arrays[name] for name in _CURSORS}
     return Cache(layers=layers, replay=replay, max_length=about["max_length"], **cursors)
 
@@ -126,7 +136,7 @@ def _served(replay: DecodingConfig) -> DecodingConfig:
     return replay
 
 
-def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array]):
+def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array], replay: DecodingConfig):
     def part(prefix: str) -> dict[str, jax.Array]:
         prefix = f"layers.{index}.{prefix}"
         return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -135,10 +145,28 @@ def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array]):
         return None
     if kind == "attention":
         return AttentionLayer(**part(""))
+
+    def stored(name: str, format: str) -> Stored | None:
+        parts = part(f"{name}.")
+        if not parts:
+            return arrays.get(f"layers.{index}.{name}")
+        return Scaled(
+            codes=parts["codes"],
+            scale=parts["scale"],
+            block_scale=parts.get("block_scale"),
+            format=format,
+        )
+
     recurrence = RECURRENCES[kind]
     ring = part("ring.")
+    formats = (replay.recurrence, replay.read) if isinstance(replay, ReplayConfig) else ("fp32", "fp32")
+    checkpoint, copy = map(stored, ("checkpoint", "copy"), formats)
+    if checkpoint is None:
+        raise KeyError(f"layers.{index}.checkpoint")
     return RecurrentLayer(
-        checkpoint=arrays[f"layers.{index}.checkpoint"],
+        checkpoint=checkpoint,
+        copy=copy,
+        index=index,
         conv=arrays[f"layers.{index}.conv"],
         ring=recurrence.Inputs(**ring) if ring else None,
         heads=recurrence.Heads(**part("heads.")),

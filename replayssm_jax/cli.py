@@ -7,7 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from replayssm_jax.config import ReplayConfig
 
 DEFAULT_MODEL = "tiny-nemotron-h"
 SOURCE = "checkpoint directory, embedded name or Hugging Face hub name"
@@ -99,6 +102,16 @@ def _add_cache_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--buffer-length", type=int, default=16, metavar="L", help="inputs between checkpoints; default 16"
     )
+    for name, kept in (("recurrence", "the state"), ("read", "the copy of it that outputs read")):
+        command.add_argument(
+            f"--{name}",
+            default="fp32",
+            metavar="FORMAT",
+            help=f"of {kept}: fp32 (default), bf16, fp16, fp8_e4m3 or nvfp4",
+        )
+    command.add_argument(
+        "--rounding", default="nearest", metavar="HOW", help="of the state: nearest (default) or stochastic"
+    )
     command.add_argument("--max-length", type=int, metavar="N", help="positions of a sequence")
     command.add_argument(
         "--dtype",
@@ -107,11 +120,21 @@ def _add_cache_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _replay(options: argparse.Namespace) -> "ReplayConfig":
+    from replayssm_jax.config import ReplayConfig
+
+    return ReplayConfig(
+        buffer_length=options.buffer_length,
+        recurrence=options.recurrence,
+        read=options.read,
+        rounding=options.rounding,
+    )
+
+
 def _generate(options: argparse.Namespace) -> None:
     if not options.no_compilation_cache:
         _keep_compiled_programs()
     from replayssm_jax.api import load
-    from replayssm_jax.config import ReplayConfig
     from replayssm_jax.generate import generate, stream
     from replayssm_jax.sampling import Sampling
 
@@ -125,7 +148,7 @@ def _generate(options: argparse.Namespace) -> None:
         seed=options.seed,
         stop_strings=options.stop,
     )
-    replay = ReplayConfig(buffer_length=options.buffer_length) if options.mode == "replay" else None
+    replay = _replay(options) if options.mode == "replay" else None
     speculative = _speculative(options, replay)
     loaded = load(options.model, dtype=options.dtype, mtp=options.draft == "mtp")
     if loaded.tokenizer is None:
@@ -216,9 +239,9 @@ def _info(options: argparse.Namespace) -> None:
     from models.config import without_mtp
     from models.sources import resolve_source
     from replayssm_jax.cache import cache_bytes
-    from replayssm_jax.config import ReplayConfig
+    from replayssm_jax.config import PRECISIONS
 
-    replay = ReplayConfig(buffer_length=options.buffer_length)
+    replay = _replay(options)
     if options.max_length is not None and options.max_length < 1:
         raise ValueError(f"max_length must be an integer of at least 1, got {options.max_length}.")
     path = resolve_source(options.source)
@@ -234,9 +257,20 @@ def _info(options: argparse.Namespace) -> None:
         "dtype": dtype.name,
         "max_length": max_length,
         "buffer_length": options.buffer_length,
+        "recurrence": replay.recurrence,
+        "read": replay.read,
         "bytes_per_sequence": {
             "eager": cache_bytes(specs, max_length, None, dtype),
             "replay": cache_bytes(specs, max_length, replay, dtype),
+        },
+        "bytes_by_precision": {
+            f"{recurrence}/{read}": cache_bytes(
+                specs,
+                max_length,
+                dataclasses.replace(replay, recurrence=recurrence, read=read, rounding="nearest"),
+                dtype,
+            )
+            for recurrence, read in PRECISIONS
         },
     }
     if config.mtp is not None and config.mtp.unsupported:
@@ -244,12 +278,19 @@ def _info(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(report))
         return
-    sizes = report.pop("bytes_per_sequence")
+    sizes, by_precision = report.pop("bytes_per_sequence"), report.pop("bytes_by_precision")
     for name, value in report.items():
         print(f"{name:15} {value:,}" if isinstance(value, int) else f"{name:15} {value}")
     for mode, parts in sizes.items():
         listed = ", ".join(f"{name} {count:,}" for name, count in parts.items())
         print(f"{mode:15} bytes a sequence: {listed}")
+    for formats, parts in by_precision.items():
+        recurrence, read = formats.split("/")
+        copy = f", copy {parts['copy']:,}" if recurrence != read else ""
+        print(
+            f"recurrence {recurrence:8} read {read:8} bytes a sequence: checkpoint {parts['checkpoint']:,}"
+            f"{copy}, total {parts['total']:,}"
+        )
 
 
 def _convert(options: argparse.Namespace) -> None:

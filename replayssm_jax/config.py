@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from replayssm_jax.precision import BITS, check_format
+
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
+ROUNDINGS = ("nearest", "stochastic")
+PRECISIONS = tuple(
+    (recurrence, read)
+    for recurrence in BITS
+    for read in BITS
+    if read == recurrence or BITS[read] < BITS[recurrence]
+)
 
 
 def _check_implementation(implementation: str) -> None:
@@ -20,12 +29,22 @@ class ReplayConfig:
     implementation: "xla" is portable JAX, "pallas" the GPU kernels; a request that cannot be served raises
         when the cache is made. "auto" takes the kernels where they can serve, else portable JAX.
 
-    Raises ValueError for sizes below 1, for buffer_length < window, and for an unknown implementation.
+    recurrence: format of the checkpoint, of `precision.FORMATS`.
+    read: format that outputs read. Where it is not that of the recurrence, every rewrite of the checkpoint
+        also writes a copy for them, and its error never enters the recurrence. A format below fp32 for both
+        is one stored state that serves as both, for comparison.
+    rounding: of the checkpoint, "nearest" or "stochastic" with the rows' seeds; a copy rounds to nearest.
+
+    Raises ValueError for sizes below 1, for buffer_length < window, for an unknown implementation, format or
+    rounding, and for formats that make no sense together.
     """
 
     buffer_length: int = 16
     window: int = 1
     implementation: str = "auto"
+    recurrence: str = "fp32"
+    read: str = "fp32"
+    rounding: str = "nearest"
 
     def __post_init__(self):
         for name in ("buffer_length", "window"):
@@ -38,6 +57,17 @@ class ReplayConfig:
                 f"window={self.window}."
             )
         _check_implementation(self.implementation)
+        check_format("recurrence", self.recurrence)
+        check_format("read", self.read)
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}.')
+        if (self.recurrence, self.read) not in PRECISIONS:
+            raise ValueError(
+                f'read="{self.read}" makes no sense with recurrence="{self.recurrence}": a copy holds fewer '
+                "bits than the checkpoint that it is made from, or there is none."
+            )
+        if self.rounding == "stochastic" and self.recurrence == "fp32":
+            raise ValueError('rounding="stochastic" needs a recurrence below fp32: fp32 is not rounded.')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
 from pallas_kernels import numerics
 
-FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "nvfp4")
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8_e4m3": 8, "nvfp4": 4}
+FORMATS = tuple(BITS)
 BLOCK = 16
 _NARROW = {
     "bf16": (numerics.BFLOAT16, jnp.bfloat16),
@@ -49,18 +50,23 @@ def check_format(name: str, format: str) -> None:
 
 
 def row_random(
-    seed: UInt32[Array, " B"], layer: int, start: Int32[Array, " B"], shape: tuple[int, ...]
+    seed: UInt32[Array, " B"],
+    layer: int,
+    start: Int32[Array, " B"],
+    shape: tuple[int, ...],
+    first: Int32[Array, ""] | int = 0,
 ) -> UInt32[Array, "B ..."]:
     """The random words of a row's stochastic rounding, uint32 [B, *shape].
 
-    seed: of the row. layer: index of the layer in the model. start: tokens in the state that is rounded. A
-    word depends on these and on the place of its element within `shape`: not on the batch or the backend.
+    seed: of the row. layer: index of the layer in the model. start: tokens in the state that is rounded.
+    first: place in the row's whole state of the first element of `shape`, where a device holds a part. A word
+    depends on these and on the place of its element alone: not on the batch or the backend.
     """
     row = (-1,) + (1,) * len(shape)
     size = 1
     for axis in shape:
         size *= axis
-    element = jnp.arange(size, dtype=jnp.uint32).reshape(1, *shape)
+    element = jnp.asarray(first).astype(jnp.uint32) + jnp.arange(size, dtype=jnp.uint32).reshape(1, *shape)
     return numerics.hash_uint32(seed.reshape(row), layer, start.reshape(row), element)
 
 
@@ -120,7 +126,7 @@ def _encode_nvfp4(x: Float32[Array, "... K"], random: UInt32[Array, "... K"] | N
 def decode(stored: Stored) -> Float32[Array, "... K"]:
     """The float32 values of what `encode` returned; exact."""
     if not isinstance(stored, Scaled):
-        return stored.astype(jnp.float32)
+        return stored if stored.dtype == jnp.float32 else stored.astype(jnp.float32)
     if stored.format == "fp8_e4m3":
         values = numerics.decode_e4m3(stored.codes.astype(jnp.uint32))
         return values * jnp.broadcast_to(stored.scale[..., None], values.shape)
@@ -132,10 +138,13 @@ def decode(stored: Stored) -> Float32[Array, "... K"]:
 
 
 def zeros(shape: tuple[int, ...], format: str) -> Stored:
-    """Zeros of a format: what `encode` makes of float32 zeros, in buffers of their own."""
-    return jax.tree.map(jnp.copy, encode(jnp.zeros(shape, jnp.float32), format))
+    """Zeros of a format, as `encode` makes of float32 zeros, in buffers of their own."""
+    shapes = jax.eval_shape(lambda: encode(jnp.zeros(shape, jnp.float32), format))
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def refusal(format: str, d_state: int) -> str | None:
-    """Why a state of this size cannot be kept in the format; None when it can."""
-    return "nvfp4 needs an even d_state" if format == "nvfp4" and d_state % 2 else None
+def format_of(stored: Stored) -> str:
+    """The format that `encode` was given."""
+    if isinstance(stored, Scaled):
+        return stored.format
+    return {dtype: name for name, (_, dtype) in _NARROW.items()}.get(stored.dtype.type, "fp32")

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from replayssm_jax.backend import kernel_step, row_plan
 from replayssm_jax.cache import Cache, RecurrentLayer, check_usable, static
 from replayssm_jax.config import EagerConfig, ReplayConfig
+from replayssm_jax.flush import flush, folded, read_source, rewrite
+from replayssm_jax.precision import decode
 from replayssm_jax.sharding import in_place, split_recurrence, split_rows
 
 
@@ -35,6 +37,7 @@ class Segment:
     ring, or one eager step). tokens: T.
     plan: the row plan of the GPU kernels in steps that they serve; in eager steps it lists every row.
     mesh: devices that share the rows and heads; each then has a plan of its own rows.
+    seed: the rows' seeds where a rewritten checkpoint is rounded stochastically, else None.
     """
 
     position: Int32[Array, " B"]
@@ -46,6 +49,7 @@ class Segment:
     mode: Literal["prefill", "step"] = static()
     tokens: int = static()
     mesh: Mesh | None = static(default=None)
+    seed: UInt32[Array, " B"] | None = None
 
     @property
     def positions(self) -> Int32[Array, "B T"]:
@@ -75,6 +79,11 @@ def fresh_segment(batch: int, tokens: int, lengths: Int32[Array, " B"] | None = 
     )
 
 
+def _rounding_seed(cache: Cache) -> UInt32[Array, " B"] | None:
+    stochastic = isinstance(cache.replay, ReplayConfig) and cache.replay.rounding == "stochastic"
+    return cache.seed if stochastic else None
+
+
 def prefill_segment(cache: Cache, lengths: Int32[Array, " B"], tokens: int) -> Segment:
     """Rows with tokens fold their ring first; rows without are left alone."""
     fold = jnp.where(lengths > 0, cache.length, 0)
@@ -88,6 +97,7 @@ def prefill_segment(cache: Cache, lengths: Int32[Array, " B"], tokens: int) -> S
         mode="prefill",
         tokens=tokens,
         mesh=cache.mesh,
+        seed=_rounding_seed(cache),
     )
 
 
@@ -118,6 +128,7 @@ def step_segment(cache: Cache, tokens: int, active: Bool[Array, " B"] | None = N
         mode="step",
         tokens=tokens,
         mesh=cache.mesh,
+        seed=_rounding_seed(cache),
     )
 
 
@@ -151,23 +162,25 @@ def _recur(
     recurrence: ModuleType, layer: RecurrentLayer, inputs: Any, reader: Array, heads: Any, segment: Segment
 ) -> tuple[Array, RecurrentLayer]:
     if segment.mode == "prefill":
-        state = _flush(recurrence, layer, heads, segment)
+        state = folded(recurrence, layer, heads, segment)
         outputs, state = recurrence.prefill(state, inputs, reader, heads, segment.lengths)
-        return outputs, replace(layer, checkpoint=state)
+        position = segment.position + segment.lengths
+        return outputs, rewrite(layer, state, segment.lengths > 0, position, segment)
     if layer.ring is None:
         inputs = recurrence.neutralize(inputs, segment.valid)
     if segment.plan is not None:
         outputs, checkpoint, ring = kernel_step(
-            layer.recurrence, layer.checkpoint, layer.ring, inputs, reader, heads, segment.plan
+            layer.recurrence, decode(layer.checkpoint), layer.ring, inputs, reader, heads, segment.plan
         )
         return outputs, replace(layer, checkpoint=checkpoint, ring=ring)
     if layer.ring is None:
         outputs, state = recurrence.eager_step(layer.checkpoint, inputs, reader, heads)
         return outputs, replace(layer, checkpoint=state)
-    checkpoint = _flush(recurrence, layer, heads, segment)
+    layer = flush(recurrence, layer, heads, segment)
     ring = append(layer.ring, inputs, segment.position)
-    outputs = recurrence.window(checkpoint, ring, reader, heads, segment.start, segment.length)
-    return outputs, replace(layer, checkpoint=checkpoint, ring=ring)
+    state = read_source(layer, segment.fold > 0)
+    outputs = recurrence.window(state, ring, reader, heads, segment.start, segment.length)
+    return outputs, replace(layer, ring=ring)
 
 
 def _zero_state(inputs: Any, reader: Float[Array, "B G T K"]) -> Float[Array, "B H V K"]:
@@ -176,20 +189,6 @@ def _zero_state(inputs: Any, reader: Float[Array, "B G T K"]) -> Float[Array, "B
     batch, groups, _, d_state = reader.shape
     heads = scalars.shape[-1]
     return jnp.zeros((batch, heads, values.shape[-1] * groups // heads, d_state), jnp.float32)
-
-
-def _flush(recurrence: ModuleType, layer: RecurrentLayer, heads: Any, segment: Segment):
-    """The checkpoint with `segment.fold` committed entries folded in; untouched when no row has any."""
-    if layer.ring is None:
-        return layer.checkpoint
-    return jax.lax.cond(
-        jnp.any(segment.fold > 0),
-        lambda checkpoint: recurrence.fold(
-            checkpoint, layer.ring, heads, segment.position - segment.fold, segment.fold
-        ),
-        lambda checkpoint: checkpoint,
-        layer.checkpoint,
-    )
 
 
 def append(ring: Any, inputs: Any, position: Int32[Array, " B"]) -> Any:

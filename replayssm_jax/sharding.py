@@ -53,9 +53,8 @@ def partition_specs(cache: Cache, mesh: Mesh) -> Cache:
             heads = HEADS if HEADS in mesh.shape and kv_heads % mesh.shape[HEADS] == 0 else None
             specs.append(jax.tree.map(lambda _, heads=heads: P(rows, None, heads), layer))
         elif isinstance(layer, RecurrentLayer):
-            groups = (
-                layer.checkpoint.shape[1] if layer.ring is None else jax.tree.leaves(layer.ring)[0].shape[1]
-            )
+            grouped = jax.tree.leaves(layer.checkpoint if layer.ring is None else layer.ring)[0]
+            groups = grouped.shape[1]
             specs.append(_layer_specs(layer, rows, _axis(mesh, HEADS, groups, "groups of heads")))
         else:
             specs.append(None)
@@ -95,6 +94,8 @@ def _layer_specs(layer: RecurrentLayer, rows: str | None, heads: str | None) -> 
         field = path[0].name
         if field == "heads":
             return P(heads)
+        if field in ("checkpoint", "copy"):
+            return P(rows, heads)
         return P(rows) if field == "conv" else _by_rank(rows, heads)(leaf)
 
     return jax.tree_util.tree_map_with_path(spec, layer)

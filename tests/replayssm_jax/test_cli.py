@@ -115,12 +115,22 @@ def test_info_counts_parameters_and_bytes_from_the_configuration_alone(config, t
     assert report["parameters"] == parameters
     for mode, replay in (("eager", None), ("replay", rs.ReplayConfig(buffer_length=8))):
         sizes = report["bytes_per_sequence"][mode]
-        assert set(sizes) == {"checkpoint", "ring", "conv", "kv", "total"}
+        assert set(sizes) == {"checkpoint", "copy", "ring", "conv", "kv", "total"}
         cache = loaded.model.init_cache(1, 128, replay)
         buffers = [leaf for layer in cache.layers if layer is not None for leaf in buffers_of(layer)]
         assert sizes["total"] == sum(leaf.nbytes for leaf in buffers)
         assert sizes["total"] == sum(count for name, count in sizes.items() if name != "total")
         assert (sizes["ring"] > 0) == (mode == "replay")
+    assert report["bytes_by_precision"]["fp32/fp32"] == report["bytes_per_sequence"]["replay"]
+    assert len(report["bytes_by_precision"]) == 14
+    options = ["--max-length", 128, "--recurrence", "fp16", "--read", "nvfp4", "--rounding", "stochastic"]
+    status, out, _ = run("info", path, "--json", *options, capsys=capsys)
+    report = json.loads(out)
+    assert status == 0 and (report["recurrence"], report["read"]) == ("fp16", "nvfp4")
+    assert report["bytes_by_precision"]["fp16/nvfp4"] == report["bytes_per_sequence"]["replay"]
+    assert 0 < report["bytes_per_sequence"]["replay"]["copy"]
+    status, _, err = run("info", path, "--read", "int8", capsys=capsys)
+    assert status == 2 and "read must be one of fp32" in err
     status, out, _ = run("info", path, capsys=capsys)
     assert status == 0
     assert "bytes a sequence: checkpoint" in out

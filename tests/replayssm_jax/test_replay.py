@@ -435,14 +435,14 @@ def test_save_and_restore(tmp_path, replay):
     assert {path.name for path in tmp_path.iterdir()} == {"saved"}
     about = (tmp_path / "saved" / "cache.json").read_text()
     (tmp_path / "saved" / "cache.json").write_text(
-        about.replace('"schema_version": 2', '"schema_version": 9')
+        about.replace('"schema_version": 3', '"schema_version": 9')
     )
-    with pytest.raises(ValueError, match="schema version 9; this version reads 2"):
+    with pytest.raises(ValueError, match="schema version 9; this version reads 3"):
         rs.restore_cache(tmp_path / "saved")
     with pytest.raises(ValueError, match="is not a saved cache"):
         rs.restore_cache(tmp_path)
     changed = about.replace('"mamba2"', '"mamba9"')
-    for damaged in ("[]", '{"schema_version": 2}', changed):
+    for damaged in ("[]", '{"schema_version": 3}', changed):
         (tmp_path / "saved" / "cache.json").write_text(damaged)
         with pytest.raises(ValueError, match="schema version None|cannot be restored .KeyError"):
             rs.restore_cache(tmp_path / "saved")

@@ -1,0 +1,99 @@
+"""How a layer's checkpoint is rewritten and read, with its copy for reads where there is one.
+
+A new checkpoint comes from the old one and the ring alone. The copy is made from it and is only ever read
+for outputs, so no error of the copy enters the recurrence.
+"""
+
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from replayssm_jax.cache import RecurrentLayer
+from replayssm_jax.precision import decode, encode, format_of, row_random
+from replayssm_jax.sharding import HEADS
+
+if TYPE_CHECKING:
+    from replayssm_jax.replay import Segment
+
+
+def folded(
+    recurrence: ModuleType, layer: RecurrentLayer, heads: Any, segment: "Segment"
+) -> Float32[Array, "B H V K"]:
+    """The state with `segment.fold` committed entries folded in, unrounded."""
+    state = decode(layer.checkpoint)
+    if layer.ring is None:
+        return state
+    return jax.lax.cond(
+        jnp.any(segment.fold > 0),
+        lambda state: recurrence.fold(
+            state, layer.ring, heads, segment.position - segment.fold, segment.fold
+        ),
+        lambda state: state,
+        state,
+    )
+
+
+def flush(recurrence: ModuleType, layer: RecurrentLayer, heads: Any, segment: "Segment") -> RecurrentLayer:
+    """The layer with `segment.fold` committed entries folded into its checkpoint; rows of 0 keep theirs."""
+
+    def fold(checkpoint: Any, copy: Any) -> tuple[Any, Any]:
+        state = recurrence.fold(
+            decode(checkpoint), layer.ring, heads, segment.position - segment.fold, segment.fold
+        )
+        before = replace(layer, checkpoint=checkpoint, copy=copy)
+        after = rewrite(before, state, segment.fold > 0, segment.start, segment)
+        return after.checkpoint, after.copy
+
+    checkpoint, copy = jax.lax.cond(
+        jnp.any(segment.fold > 0), fold, lambda *kept: kept, layer.checkpoint, layer.copy
+    )
+    return replace(layer, checkpoint=checkpoint, copy=copy)
+
+
+def rewrite(
+    layer: RecurrentLayer,
+    state: Float32[Array, "B H V K"],
+    rows: Bool[Array, " B"],
+    start: Int32[Array, " B"],
+    segment: "Segment",
+) -> RecurrentLayer:
+    """The layer whose given rows have `state`, rounded, as the checkpoint at token `start`, and a fresh copy.
+
+    state: the other rows hold their checkpoint. segment: brings the seeds where the rounding is stochastic.
+    """
+    recurrence = format_of(layer.checkpoint)
+    if recurrence == "fp32" and layer.copy is None:
+        return replace(layer, checkpoint=state)
+    # Or XLA may compute the state twice, with other bits, for the checkpoint and for the copy.
+    state = jax.lax.optimization_barrier(state)
+    checkpoint = encode(state, recurrence, _random(layer, state, start, segment))
+    copy = None if layer.copy is None else encode(decode(checkpoint), format_of(layer.copy))
+
+    def chosen(new: Array, old: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    written = jax.tree.map(chosen, (checkpoint, copy), (layer.checkpoint, layer.copy))
+    return replace(layer, checkpoint=written[0], copy=written[1])
+
+
+def _random(
+    layer: RecurrentLayer, state: Float32[Array, "B H V K"], start: Int32[Array, " B"], segment: "Segment"
+) -> UInt32[Array, "B H V K"] | None:
+    if segment.seed is None:
+        return None
+    first = 0
+    if segment.mesh is not None and HEADS in segment.mesh.shape:
+        first = jax.lax.axis_index(HEADS) * (state.size // state.shape[0])
+    return row_random(segment.seed, layer.index, start, state.shape[1:], first)
+
+
+def read_source(layer: RecurrentLayer, flushed: Bool[Array, " B"]) -> Float32[Array, "B H V K"]:
+    """What outputs read: the checkpoint of rows that the step has flushed, else the copy if there is one."""
+    checkpoint = decode(layer.checkpoint)
+    if layer.copy is None:
+        return checkpoint
+    return jnp.where(flushed[:, None, None, None], checkpoint, decode(layer.copy))
