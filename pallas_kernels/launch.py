@@ -19,35 +19,43 @@ GRANULE = 8
 @dataclasses.dataclass(frozen=True)
 class LaunchParameters:
     """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, ring rows a copy; CTAs of its
-    flush kernel; tiles in flight of the flush beside the window (0: the flush kernel serves all rows)."""
+    flush kernel; tiles in flight of the flush beside the window (0: the flush kernel serves all rows);
+    whether CTAs claim their tiles, else they have equal shares."""
 
     ctas: int
     stages: int
     granule: int = GRANULE
     flush_ctas: int = 264
     beside: int = 0
+    claims: bool = False
 
 
 # Measured on one H200 (bench/NOTES.md): by device kind, recurrence and largest window that an entry serves.
 _TABLE = {
     "NVIDIA H200": {
-        "mamba2": {2: LaunchParameters(132, 4, granule=4, beside=1), 8: LaunchParameters(264, 2, granule=4)},
-        "gated_delta": {
-            2: LaunchParameters(132, 4, granule=4, beside=1),
+        "mamba2": {
+            1: LaunchParameters(132, 4, granule=4, beside=1, claims=True),
             8: LaunchParameters(264, 2, granule=4),
+        },
+        "gated_delta": {
+            1: LaunchParameters(132, 4, granule=4, beside=1, claims=True),
+            8: LaunchParameters(264, 2, granule=4, claims=True),
         },
     },
 }
 _DEFAULT_KIND = "NVIDIA H200"
 # A 16-bit state leaves less time for a group's coefficients: two CTAs a multiprocessor.
-_HALF_STATE = LaunchParameters(264, 2, granule=4)
+_HALF_STATE = {
+    "mamba2": LaunchParameters(264, 2, granule=4),
+    "gated_delta": LaunchParameters(264, 2, granule=4, claims=True),
+}
 
 
 def step_parameters(kind: str | None, recurrence: str, tokens: int, state_bytes: int = 4) -> LaunchParameters:
     """Launch parameters of a step for a device kind (None or unknown: the default), recurrence, window and
     bytes of a state element."""
     if state_bytes < 4:
-        return _HALF_STATE
+        return _HALF_STATE[recurrence]
     table = _TABLE.get(kind or _DEFAULT_KIND, _TABLE[_DEFAULT_KIND])[recurrence]
     return table[min(size for size in table if size >= tokens)]
 

@@ -126,12 +126,15 @@ class Kernels:
         """
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype, writes_state=True)
         parameters = call.parameters(parameters, self.name)
+        alone = parameters.beside > 0 and checkpoint.shape[0] <= launch.ONE_LAUNCH_ROWS
         counter = None
-        if checkpoint.shape[0] > launch.ONE_LAUNCH_ROWS or not parameters.beside:
-            counter = jax.new_ref(lax.empty((1,), jnp.int32))
+        if not alone:
+            if parameters.claims:
+                counter = jax.new_ref(lax.empty((1,), jnp.int32))
             options = {"beside": parameters.beside > 0, "counter": counter, "interpret": interpret}
             call.fold(self.token_rule, plan, parameters.flush_ctas, history=True, **options)
-        call.window(self.window_rule, plan, parameters, counter, self.token_rule, interpret=interpret)
+        options = {"alone": alone, "interpret": interpret}
+        call.window(self.window_rule, plan, parameters, counter, self.token_rule, **options)
         return call.outputs(), call.state(), call.ring()
 
 
@@ -189,6 +192,7 @@ class _Call:
         counter: Any = None,
         flush: TokenRule | None = None,
         *,
+        alone: bool = False,
         interpret: Any = None,
     ) -> None:
         cursor, counts = plan
@@ -197,7 +201,7 @@ class _Call:
         if flush is not None and parameters.beside:
             work = flush_work(flush, self.geometry, operands, stages=parameters.beside, interpret=interpret)
             beside = work[:2]
-        options = {"beside": beside, "interpret": interpret}
+        options = {"beside": beside, "alone": alone, "interpret": interpret}
         stream_window(rule, self.geometry, operands, parameters, counter, **options)
 
     def fold(self, rule: TokenRule, plan: tuple, ctas: int, **options: Any) -> None:

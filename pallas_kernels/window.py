@@ -6,9 +6,10 @@ are the ring and R..R+T-1 the new tokens. Then
 
     y[t] = scale[t, head] * S z[t] + sum_slot weight[t, head, slot] x[slot]
 
-A CTA takes chunks, tiles of one group, until none is left: some multiprocessors get more memory bandwidth
-than others, so equal shares would wait for the slowest. A chunk is a whole group at first and a few tiles
-towards the end. One warpgroup takes the tiles; the coefficients may have their own; one may do other work.
+A CTA takes chunks, tiles of one group. It has an equal share of all tiles, or it claims chunks until none is
+left: some multiprocessors get more memory bandwidth than others, but a claim takes a while. A claimed chunk
+is a whole group at first and a few tiles towards the end. One warpgroup takes the tiles; the coefficients may
+have their own; one may do other work.
 """
 
 import dataclasses
@@ -36,11 +37,13 @@ from pallas_kernels.pipeline import (
 )
 from pallas_kernels.readout import Readout, store_row
 
-SMALL_CHUNK = 4
+# Tokens of a window up to which a tile's program repeats itself for each.
+UNROLLED = 4
 
 
 class Chunk(NamedTuple):
-    """Tiles of one group: its row's cursor, the first tile in the row, and how many (0: no more chunks)."""
+    """Tiles of one group: its ticket, or the first tile's index in a share; its row's cursor; the first tile
+    in the row, and how many (0: no more chunks)."""
 
     ticket: jax.Array
     row: jax.Array
@@ -84,13 +87,14 @@ def stream_window(
     counter: Any,
     *,
     beside: tuple[dict, Callable[..., None]] | None = None,
+    alone: bool = False,
     interpret: Any = None,
 ) -> None:
     """Outputs of the reading rows into operands.out; appends their new tokens to the rings in place.
 
-    counter: reference int32 [1], zero; None: CTAs take chunks in turn. beside: scratch and program
-    (`fold.flush_work`) that fold flushing rows in a warpgroup of every CTA: all of them without a counter,
-    else only few (`launch.flushes_beside`).
+    counter: reference int32 [1], zero, by which CTAs claim chunks; None: equal shares. beside: scratch and
+    program (`fold.flush_work`) that fold rows in a warpgroup of every CTA: all that flush when the kernel is
+    `alone`, else only few (`launch.flushes_beside`).
     """
     plgpu = mosaic_gpu()
     geometry.check()
@@ -108,7 +112,7 @@ def stream_window(
     readout = Readout(plgpu, geo, state_dtype, recurrence.shared_reader, parts, columns, fused)
     exact = fused and jnp.dtype(operands.new_keys.dtype) == jnp.dtype(operands.reader.dtype) == jnp.bfloat16
     compact = exact and recurrence.compact
-    counted = fused and counter is not None
+    claims = counter is not None
 
     def transforms(dtype: Any) -> tuple:
         return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
@@ -121,7 +125,7 @@ def stream_window(
 
     # What a group's tiles need is kept twice when the next group's is computed meanwhile.
     halves = 2 if apart else 1
-    reader_halves = 1 if not recurrence.shared_reader else 3 if apart else 2
+    reader_halves = 2 if recurrence.shared_reader else 1
     scratch = {
         "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
         "reader": plgpu.SMEM((reader_halves, tokens, geo.d_state), operands.reader.dtype),
@@ -141,8 +145,9 @@ def stream_window(
         "extra": recurrence.scratch(plgpu, geo, exact),
     }
     if apart:
-        scratch["chunks"] = plgpu.SMEM((3, len(Chunk._fields)), jnp.int32)
-        scratch["known"] = plgpu.Barrier(num_arrivals=1, num_barriers=3)
+        if claims:
+            scratch["chunks"] = plgpu.SMEM((3, len(Chunk._fields)), jnp.int32)
+            scratch["known"] = plgpu.Barrier(num_arrivals=1, num_barriers=3)
         scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
         scratch["free"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
     if has_constants:
@@ -162,15 +167,18 @@ def stream_window(
     deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
     ctas, stages = fit(deeper, lambda stages: shared_bytes((scratch, staged(stages))))
     all_tiles = geo.batch * row_tiles
-    # Coefficients take longer than a few tiles.
-    span = chunk_tiles(tiles, tiles if apart else max(stages, SMALL_CHUNK), all_tiles // ctas)
-    ctas = min(ctas, all_tiles // span)
+    span = chunk_tiles(tiles, stages, all_tiles // ctas)
+    ctas = min(ctas, all_tiles // span if claims else all_tiles)
+    if not claims:
+        listed = min(geo.batch, -(-geo.batch // ctas) + 2)
+        scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
+        scratch["cursor_barrier"] = plgpu.Barrier(num_arrivals=1)
     scratch |= staged(stages)
     scratch["tile_barrier"] = plgpu.Barrier(num_arrivals=2 + granules, num_barriers=stages)
 
     def body(*refs: Any, **buffers: Any) -> None:
         smem = types.SimpleNamespace(**buffers)
-        shared = refs[:-1] if counted else refs
+        shared = refs[:-1] if claims else refs
         out, state_in, values_ring, keys_ring, *rest = shared
         scalar_rings, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
         values_in, keys_in, *rest = rest
@@ -182,6 +190,8 @@ def stream_window(
 
         cta = lax.axis_index("cta")
         total = counts_in[0] * row_tiles
+        if not claims:
+            first_row = jnp.minimum(lax.div(lax.div(cta * total, ctas), row_tiles), geo.batch - listed)
         whole = jnp.maximum(counts_in[0] * groups - ctas, 0)
         fresh = pl.ds(ring, tokens)
 
@@ -193,14 +203,29 @@ def stream_window(
             row, start, length = (cursor_in[at, i] for i in range(3))
             return Chunk(ticket, row, start, length, lax.rem(first, row_tiles), count)
 
+        begin, end = lax.div(cta * total, ctas), lax.div((cta + 1) * total, ctas)
+
+        def chunk_at(first: jax.Array) -> Chunk:
+            """The chunk of the CTA's share that begins with tile `first`."""
+            count = jnp.maximum(jnp.minimum(end, (lax.div(first, tiles) + 1) * tiles) - first, 0)
+            at = jnp.minimum(lax.div(first, row_tiles) - first_row, listed - 1)
+            row, start, length = (smem.cursor[at, i] for i in range(3))
+            return Chunk(first, row, start, length, lax.rem(first, row_tiles), count)
+
+        def opening() -> Chunk:
+            if claims:
+                return chunk_of(cta)
+            plgpu.barrier_wait(smem.cursor_barrier)
+            return chunk_at(begin)
+
         def claim(chunk: Chunk) -> None:
-            if counted:
+            if claims and fused:
                 take_ticket(plgpu, refs[-1], smem.ticket)
-            else:
+            elif claims:
                 smem.ticket[0] = chunk.ticket
 
-        def claimed() -> Chunk:
-            return chunk_of(smem.ticket[0] + ctas)
+        def following(chunk: Chunk) -> Chunk:
+            return chunk_of(smem.ticket[0] + ctas) if claims else chunk_at(chunk.ticket + chunk.count)
 
         def aligned_head(group: jax.Array) -> jax.Array:
             return lax.div(group * geo.group_heads, 4) * 4
@@ -332,7 +357,7 @@ def stream_window(
                 tile * TILE,
             )
 
-            def one_token(t: Any, carry: None) -> None:
+            def one_token(t: Any, carry: None = None) -> None:
                 y = output_of(t).astype(out.dtype)
                 store_row(plgpu, out.at[chunk.row, t, group, tile], y, fused)
                 slot = lax.rem(chunk.start + chunk.length + t, ring)
@@ -340,11 +365,11 @@ def stream_window(
                 store_row(plgpu, values_ring.at[chunk.row * groups + group, slot, tile], new, fused)
                 return carry
 
-            if tokens == 1:
-                one_token(0, None)
-            else:
-                # Not unrolled: the program of a tile stays short.
+            if tokens > UNROLLED:
                 lax.fori_loop(0, tokens, one_token, None)
+            else:
+                for t in range(tokens):
+                    one_token(t)
             # Every warp has read the stage, and the group's coefficients, before either is written again.
             plgpu.commit_smem()
 
@@ -370,18 +395,18 @@ def stream_window(
 
             def one(carry: tuple) -> tuple:
                 number, chunk = carry
-                publish(chunk, number)
-                issue_group(chunk, number)
+                if claims:
+                    publish(chunk, number)
                 wait_free(number - 2)
+                issue_group(chunk, number)
                 claim(chunk)
                 prepare(chunk, number)
                 plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
-                return number + 1, claimed()
+                return number + 1, following(chunk)
 
-            number, chunk = lax.while_loop(
-                lambda carry: carry[1].count > 0, one, (jnp.int32(0), chunk_of(cta))
-            )
-            publish(chunk, number)
+            number, chunk = lax.while_loop(lambda carry: carry[1].count > 0, one, (jnp.int32(0), opening()))
+            if claims:
+                publish(chunk, number)
             wait_free(number - 2)
             wait_free(number - 1)
             plgpu.wait_smem_to_gmem(0)
@@ -392,7 +417,10 @@ def stream_window(
                 unused = smem.values.at[stage, pl.ds(ring, NEW_SLOTS)]
                 unused[...] = jnp.zeros((NEW_SLOTS, TILE), value_dtype)
             plgpu.commit_smem()
-            first = known_chunk(jnp.int32(0)) if apart else chunk_of(cta)
+            if not claims:
+                cursors = cursor_in.at[pl.ds(first_row, listed)]
+                plgpu.copy_gmem_to_smem(cursors, smem.cursor, smem.cursor_barrier)
+            first = known_chunk(jnp.int32(0)) if apart and claims else opening()
             issued = jnp.minimum(first.count, stages)
 
             def issue_first(n: jax.Array, carry: None) -> None:
@@ -411,11 +439,11 @@ def stream_window(
                 number, done, issued, chunk = carry
                 if apart:
                     plgpu.barrier_wait(smem.ready.at[lax.rem(number, 2)])
-                    after = known_chunk(number + 1)
+                    after = known_chunk(number + 1) if claims else following(chunk)
                 else:
                     claim(chunk)
                     prepare(chunk, number)
-                    after = claimed()
+                    after = following(chunk)
 
                     @pl.when(after.count > 0)
                     def _():
@@ -448,7 +476,7 @@ def stream_window(
         roles = [serve_tiles, *([serve_groups] if apart else [])]
         if beside is not None:
             rows = counts_in[1]
-            if counter is not None:
+            if not alone:
                 rows = jnp.where(flushes_beside(counts_in), rows, 0)
             fold_rows = beside[1]
             roles.append(lambda: fold_rows(shared, cta, ctas, smem.beside, rows))
@@ -485,6 +513,6 @@ def stream_window(
         operands.cursor,
         operands.counts,
         *([operands.constants] if has_constants else []),
-        *([counter] if counted else []),
+        *([counter] if claims else []),
     ]
     kernel(*arguments)

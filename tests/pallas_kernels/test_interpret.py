@@ -65,7 +65,7 @@ def test_step_is_the_float64_loop(name, tokens, dtypes):
         case,
         [True, False, True],
         interpret=interpreter(),
-        parameters=launch.LaunchParameters(2, 2, 8, beside=tokens % 2),
+        parameters=launch.LaunchParameters(2, 2, 8, beside=tokens % 2, claims=tokens > 1),
     )
 
 
@@ -76,7 +76,7 @@ def test_step_is_the_float64_loop(name, tokens, dtypes):
 def test_few_rows_flush_beside_the_window(name, rows_of_one_launch, monkeypatch):
     monkeypatch.setattr(launch, "ONE_LAUNCH_ROWS", rows_of_one_launch)
     case = cases.draw(SMALL[name], batch=8, tokens=1, buffer_length=7, slots=8)
-    parameters = launch.LaunchParameters(3, 2, 8, beside=2)
+    parameters = launch.LaunchParameters(3, 2, 8, beside=2, claims=True)
     check_step(case, [row == 5 for row in range(8)], interpret=interpreter(), parameters=parameters)
 
 
