@@ -145,6 +145,7 @@ def test_checkpoints_are_those_of_a_run_that_reads_them_itself(family, recurrenc
 def test_updates_from_the_copy_would_be_seen(family, monkeypatch):
     """The same comparison where the fold takes u from what the copy holds: the checkpoints move away."""
     module, model = RECURRENCES[family], lookup(family)
+    truth = decode(decoded(family, SEPARATE)[-1][2].layers[0].checkpoint)
     updates = module._updates
 
     def from_the_copy(state, *rest):
@@ -154,7 +155,6 @@ def test_updates_from_the_copy_would_be_seen(family, monkeypatch):
     # Another room for tokens than elsewhere: the programs that other tests compiled are not taken.
     _, trace = go_on(model, model.init_cache(BATCH, 63, SEPARATE), 20)
     state = decode(trace[-1][2].layers[0].checkpoint)
-    truth = decode(decoded(family, SEPARATE)[-1][2].layers[0].checkpoint)
     # Folds of one state by two programs differ by rounding, some 1e-6; the copy is off by a tenth.
     assert rms_error(state, truth) > 1e-3
 
