@@ -88,18 +88,22 @@ def drafted(prompts, texts, plan, drafts: int, vocab: int = VOCAB) -> Speculativ
     return Speculative(Planted.of(prompts, texts, plan, vocab), drafts)
 
 
-def only(default: set, cases) -> list:
-    """All cases, of which those outside `default` are slow."""
-    return [
-        pytest.param(*case, marks=[] if case in default else pytest.mark.slow, id="-".join(map(str, case)))
-        for case in cases
-    ]
+def only(default: set, often: set, cases) -> list:
+    """All cases, of which those outside `default` are slow, and those outside `often` too long for CI."""
+
+    def marks(case):
+        if case in default:
+            return []
+        return [pytest.mark.slow] if case in often else [pytest.mark.slow, pytest.mark.long]
+
+    return [pytest.param(*case, marks=marks(case), id="-".join(map(str, case))) for case in cases]
 
 
 B18 = [(family, drafts, rows) for family in FAMILIES for drafts in (1, 3, 5, 7) for rows in (1, 3)]
+B18_OFTEN = {(family, drafts, 3) for family in FAMILIES for drafts in (5, 7)}
 
 
-@pytest.mark.parametrize(("family", "drafts", "rows"), only({("mamba2", 3, 3)}, B18))
+@pytest.mark.parametrize(("family", "drafts", "rows"), only({("mamba2", 3, 3)}, B18_OFTEN, B18))
 def test_B18_rejected_drafts_leave_no_trace(family, drafts, rows, monkeypatch):
     loaded, sampling = hot(family), Sampling(max_new_tokens=48)
     # Every row takes several prompts one after the other, for 40 rounds in all.
@@ -120,9 +124,10 @@ def test_B18_rejected_drafts_leave_no_trace(family, drafts, rows, monkeypatch):
 
 
 B19 = [(length, window) for length in (1, 2, 3, 4, 5, 8, 16) for window in (1, 2, 4, 8)]
+B19_OFTEN = {(1, 1), (3, 2), (5, 4), (8, 8), (16, 8)}
 
 
-@pytest.mark.parametrize(("length", "window"), only({(1, 2), (4, 8)}, B19))
+@pytest.mark.parametrize(("length", "window"), only({(1, 2), (4, 8)}, B19_OFTEN, B19))
 def test_B19_ring_length_against_window(length, window, monkeypatch):
     family = FAMILIES[(length + window + 2) % 3]
     loaded, prompts = hot(family), random_prompts(1, 2, 3)
