@@ -12,12 +12,11 @@ the whole model, those of `--batches` a depth cut, marked so.
 import argparse
 import dataclasses
 import os
-from pathlib import Path
 
 from bench import result_file
 from bench.decode_loop import Setting, needed_bytes
 from bench.e2e_models import CUT_LAYERS, HUB_NAMES, STAND_INS
-from bench.processes import Task, run_all
+from bench.processes import Task, add_options, run_all
 
 METHODS = ("eager", "replay")
 
@@ -83,15 +82,7 @@ def main() -> None:
     parser.add_argument("--phases", choices=("random", "synchronised"), default="random")
     parser.add_argument("--memory", type=float, default=130.0, help="GB for both processes, or one of them")
     parser.add_argument("--jobs", type=int, default=1, help="pairs that compile side by side")
-    parser.add_argument(
-        "--time-limit", type=float, default=3600.0, help="seconds; what is left out is listed"
-    )
-    parser.add_argument(
-        "--turn-limit", type=float, default=120.0, help="seconds on the device, warm-up included"
-    )
-    parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--out", type=Path)
+    add_options(parser)
     options = parser.parse_args()
     # This process only names the device; the memory is its children's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -14,12 +14,11 @@ how many rows fit into `--memory`.
 import argparse
 import dataclasses
 import os
-from pathlib import Path
 
 from bench import result_file
 from bench.decode_loop import Setting
 from bench.e2e_models import CUT_LAYERS, STAND_INS
-from bench.processes import Task, run_all
+from bench.processes import Task, add_options, run_all
 from bench.roofline import committed, draft_rate
 
 
@@ -111,15 +110,7 @@ def main() -> None:
     )
     parser.add_argument("--max-length", type=int, default=2048, help="positions a row in those records")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile side by side")
-    parser.add_argument(
-        "--time-limit", type=float, default=3600.0, help="seconds; what is left out is listed"
-    )
-    parser.add_argument(
-        "--turn-limit", type=float, default=120.0, help="seconds on the device, warm-up included"
-    )
-    parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--out", type=Path)
+    add_options(parser)
     options = parser.parse_args()
     # This process only names the device; the memory is its children's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
