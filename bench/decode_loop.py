@@ -180,18 +180,10 @@ class Run:
         )
         memory: Any = self.program.memory_analysis()
         middle, committed = float(np.median(times)), float(self._accepted.mean())
-        return {
-            "shape": setting.model,
-            "layers": len(layer_kinds(self.config)),
-            "depth_cut": setting.layers is not None,
-            "batch": setting.batch,
-            "method": setting.method,
-            "implementation": setting.implementation,
-            "op": "verify" if setting.window > 1 else "decode",
+        ceilings = roofline.Ceilings()
+        return self._head("verify" if setting.window > 1 else "decode") | {
             "state": "fp32",
             "recurrence": "fp32",
-            "window": setting.window,
-            "buffer_length": setting.buffer_length,
             "phases": "synchronised" if setting.synchronised else "random",
             "context": round(setting.mean_context),
             "accepted": round(committed, 4),
@@ -199,13 +191,33 @@ class Run:
             "spread_us": [round(float(np.percentile(times, q)), 1) for q in (10, 90)],
             "tokens_per_second": round(setting.batch * committed / middle * 1e6, 1),
             "bytes": int(roofline.total_bytes(parts)),
-            "floor_us": round(roofline.floor(parts, roofline.Ceilings()) * 1e6, 1),
+            "floor_us": round(roofline.floor(parts, ceilings) * 1e6, 1),
+            "floor_parts_us": {name: round(part.seconds(ceilings) * 1e6, 1) for name, part in parts.items()},
             "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0),
             "cache_bytes": self.cache_bytes,
             "temporary_bytes": memory.temp_size_in_bytes,
             "aliased_bytes": memory.alias_size_in_bytes,
             "lowering_s": round(self.lowering, 1),
             "compile_s": round(self.compiling, 1),
+        }
+
+    def compilation(self) -> dict:
+        """The record of the program's tracing with lowering, and of its compilation."""
+        times = {"lowering_s": round(self.lowering, 1), "compile_s": round(self.compiling, 1)}
+        return self._head("compile") | times
+
+    def _head(self, operation: str) -> dict:
+        setting = self.setting
+        return {
+            "shape": setting.model,
+            "layers": len(layer_kinds(self.config)),
+            "depth_cut": setting.layers is not None,
+            "batch": setting.batch,
+            "method": setting.method,
+            "implementation": setting.implementation,
+            "op": operation,
+            "window": setting.window,
+            "buffer_length": setting.buffer_length,
         }
 
 
@@ -277,9 +289,12 @@ def line(record: dict) -> str:
             f"{head} {record['rows']} rows of {record['row_bytes'] / 1e6:.1f} MB fit into "
             f"{record['memory_bytes'] / 1e9:.1f} GB beside the weights"
         )
+    compiled = f"compiled in {record['lowering_s'] + record['compile_s']:.0f} s"
+    if record["op"] == "compile":
+        return f"{head} batch {record['batch']:4} {compiled} with the persistent cache"
     return (
         f"{head} batch {record['batch']:4} "
         f"{record['time_us']:9.0f} us a step, floor {record['floor_us']:9.0f}, "
         f"{record['tokens_per_second']:9.0f} tokens/s, peak {record['peak_bytes'] / 1e9:6.2f} GB, "
-        f"compiled in {record['lowering_s'] + record['compile_s']:.0f} s"
+        f"{compiled}"
     )

@@ -6,12 +6,19 @@ repeat (where the memory does not hold both, one after the other; `interleaved` 
 prompts' keys and values are zeros: only their number matters to the time. Batches of `--full-batches` take
 the whole model, those of `--batches` a depth cut, marked so.
 
+With `--compile-times` the step's compilation, which every record has, starts from an empty persistent cache;
+records of the operation `compile` then have the times of processes that find it there.
+
     python -m bench.e2e_decode_speedup --model nano-4b --batch-size 256 --commit HASH
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import tempfile
+import time
+from collections.abc import Iterator
 
 from bench import result_file
 from bench.decode_loop import Setting, needed_bytes
@@ -32,6 +39,30 @@ def groups(settings: list[Setting], memory: float) -> list[list[Task]]:
     return result
 
 
+@contextlib.contextmanager
+def empty_compilation_cache() -> Iterator[None]:
+    """While it lasts, processes that start share a persistent compilation cache of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        before = {name: os.environ.get(name) for name in ours}
+        os.environ.update(ours)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def compilations(pairs: list[list[Task]]) -> list[list[Task]]:
+    """Tasks that compile the whole models among the pairs again, one after the other."""
+    return [
+        [dataclasses.replace(task, compile_only=True)]
+        for pair in pairs
+        for task in pair
+        if task.setting.layers is None
+    ]
+
+
 def speedups(records: list[dict]) -> str:
     """Replay over eager, and both over their floors, a line for every batch and context."""
     lines = [
@@ -39,7 +70,7 @@ def speedups(records: list[dict]) -> str:
         f"{'of floor':>14}"
     ]
     points: dict[tuple, dict] = {}
-    for record in records:
+    for record in (one for one in records if one["op"] == "decode"):
         key = tuple(record[name] for name in ("shape", "layers", "batch", "context"))
         points.setdefault(key, {})[record["method"]] = record
     for (shape, layers, batch, context), found in points.items():
@@ -82,6 +113,7 @@ def main() -> None:
     parser.add_argument("--phases", choices=("random", "synchronised"), default="random")
     parser.add_argument("--memory", type=float, default=130.0, help="GB for both processes, or one of them")
     parser.add_argument("--jobs", type=int, default=1, help="pairs that compile side by side")
+    parser.add_argument("--compile-times", action="store_true", help="with and without the persistent cache")
     add_options(parser)
     options = parser.parse_args()
     # This process only names the device; the memory is its children's.
@@ -118,8 +150,21 @@ def main() -> None:
     def save(records: list[dict], left_out: list[dict]) -> None:
         result_file.write(result | {"left_out": left_out, "records": records}, out)
 
-    limits = {"jobs": options.jobs, "time_limit": options.time_limit, "turn_limit": options.turn_limit}
-    records, _ = run_all(pairs, save=save, memory=options.memory * 1e9, lock=options.lock, **limits)
+    limits = {"memory": options.memory * 1e9, "turn_limit": options.turn_limit, "lock": options.lock}
+    cache = empty_compilation_cache() if options.compile_times else contextlib.nullcontext()
+    began = time.monotonic()
+    with cache:
+        records, left_out = run_all(
+            pairs, save=save, jobs=options.jobs, time_limit=options.time_limit, **limits
+        )
+        if options.compile_times:
+            run_all(
+                compilations(pairs),
+                save=lambda more, lost: save(records + more, left_out + lost),
+                jobs=1,
+                time_limit=options.time_limit - (time.monotonic() - began),
+                **limits,
+            )
     print(speedups(records))
 
 

@@ -106,6 +106,16 @@ def published(name: str) -> ModelConfig:
     return parse_config(PUBLISHED[name])
 
 
+def published_json(name: str, layers: int | None = None) -> dict:
+    """The config.json of `depth_cut(published(name), layers)`, as a checkpoint directory holds it."""
+    config = depth_cut(published(name), layers)
+    raw = PUBLISHED[HUB_NAMES.get(name, name)]
+    kinds = layer_kinds(config)
+    if isinstance(config, NemotronHConfig):
+        return raw | {"hybrid_override_pattern": "".join(kinds), "num_hidden_layers": len(kinds)}
+    return raw | {"layer_types": list(kinds), "num_hidden_layers": len(kinds)}
+
+
 def layer_kinds(config: ModelConfig) -> tuple[str, ...]:
     """The kind of every layer, in the family's own words."""
     return tuple(config.layer_pattern) if isinstance(config, NemotronHConfig) else config.layer_types

@@ -30,16 +30,19 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A setting to be measured, or with `memory` (bytes) its largest batch of rows of `max_length`."""
+    """A setting to be measured, or with `memory` (bytes) its largest batch of rows of `max_length`, or with
+    `compile_only` the time to compile it."""
 
     setting: Setting
     memory: int | None = None
     max_length: int = 2048
+    compile_only: bool = False
 
     def describe(self) -> str:
         """The task in a few words."""
         setting = self.setting
         what = f"batch {setting.batch}" if self.memory is None else "rows that fit"
+        what += ", compilation" if self.compile_only else ""
         return f"{setting.model} {setting.method} T {setting.window} {what}"
 
 
@@ -184,7 +187,8 @@ def run_all(
 
     def run(group: Sequence[Task]) -> list[tuple[dict | None, str]]:
         for task in group:
-            needed = 0 if task.memory is not None else needed_bytes(task.setting)
+            measured = task.memory is None and not task.compile_only
+            needed = needed_bytes(task.setting) if measured else 0
             if needed > memory:
                 reason = f"needs {needed / 1e9:.1f} GB of {memory / 1e9:.1f} GB"
                 return [(None, reason)] * len(group)
@@ -211,9 +215,11 @@ def obey(task: Task) -> None:
     print("ready", flush=True)
     for word in sys.stdin:
         if word.strip() == "repeat":
-            if run is not None:
+            if run is not None and not task.compile_only:
                 seconds.append(run.repeat())
             print("done", flush=True)
+        elif run is not None and task.compile_only:
+            print(json.dumps(run.compilation()), flush=True)
         elif run is not None:
             print(json.dumps(run.record(seconds[1:])), flush=True)
         else:

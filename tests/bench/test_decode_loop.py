@@ -46,6 +46,8 @@ def test_a_repeat_commits_the_drawn_counts_and_copies_no_cache(tiny, method):
     _, _, cache = run._state
     np.testing.assert_array_equal(cache.position, start + length + 2 * accepted.sum(axis=0))
     record = run.record(seconds)
+    assert sum(record["floor_parts_us"].values()) == pytest.approx(record["floor_us"], abs=1.0)
+    assert run.compilation().items() <= (record | {"op": "compile"}).items()
     assert record["time_us"] == pytest.approx(np.mean(seconds) * 1e6, abs=0.1)
     assert record["cache_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     # Everything donated is reused: cache and tokens.
@@ -92,6 +94,18 @@ def test_what_a_process_says_when_it_fails_is_the_reason():
     assert outcomes == [(None, "ValueError: layers must lie in 1..42, got 99.")]
 
 
+def test_compilations_are_those_of_whole_models_with_a_cache_of_their_own(tiny, monkeypatch):
+    whole, cut = (Setting(method="eager", layers=layers, **tiny) for layers in (None, 1))
+    (task,) = (task for pair in e2e_decode_speedup.compilations([[Task(setting=whole), Task(setting=cut)]])
+               for task in pair)  # fmt: skip
+    assert task == Task(setting=whole, compile_only=True)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "before")
+    with e2e_decode_speedup.empty_compilation_cache():
+        assert not list(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).iterdir())
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "before"
+    assert "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ
+
+
 def record(**fields):
     return {"shape": "tiny", "layers": 2, "batch": 8, "context": 20, "op": "decode", "floor_us": 4.0} | fields
 
@@ -115,6 +129,7 @@ def test_speedups_compare_equal_batches_and_contexts():
         record(method="eager", time_us=10.0),
         record(method="replay", time_us=5.0),
         record(method="replay", time_us=1.0, context=40),
+        {"method": "replay", "op": "compile", "compile_s": 3.0},
     ]
     lines = e2e_decode_speedup.speedups(records).splitlines()
     assert [line.split() for line in lines[1:]] == [

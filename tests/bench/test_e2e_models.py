@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.e2e_models import depth_cut, layer_kinds, published, random_model
+from bench.e2e_models import depth_cut, layer_kinds, published, published_json, random_model
 from models.checkpoint import parameter_count
+from models.config import parse_config
 from tests.tiny_models import nemotron_config
 
 
@@ -26,6 +27,13 @@ def test_a_depth_cut_keeps_the_mix_of_layers():
     assert depth_cut(published("q122"), None) == published("q122")
     with pytest.raises(ValueError, match=r"1\.\.42, got 43"):
         depth_cut(published("nano-4b"), 43)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("nano-4b", 10), ("qwen3.5-4b", 8), ("Qwen/Qwen3.5-4B", None)])
+def test_the_json_of_a_depth_cut_is_read_back(name, layers):
+    raw = published_json(name, layers)
+    assert parse_config(raw) == depth_cut(published(name), layers)
+    assert raw["num_hidden_layers"] == len(layer_kinds(parse_config(raw)))
 
 
 def test_unknown_models_are_refused_by_name():

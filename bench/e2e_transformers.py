@@ -1,0 +1,210 @@
+"""Greedy generation by `rs.generate` and by transformers' `generate` on one GPU, with the same weights.
+
+transformers makes the model of a published configuration with random bfloat16 weights and saves it; `rs.load`
+reads that checkpoint. Both continue the same short prompts, end of sequence ignored, and take turns repeat by
+repeat. `seconds` is a whole call for `new_tokens` tokens, prompts included; `decode_us` is a step without
+them: the difference between calls for all tokens and for one, divided by the steps between them.
+`tokens_per_second` and `decode_tokens_per_second` follow from the two, `warmup_s` is what `rs.warmup` took to
+compile. `fast_kernels` names the installed packages from which transformers could take kernels of these
+layers; where there is none, as in a plain installation, it runs its own PyTorch path. That path's Mamba-2
+prefill forms chunk x chunk x heads x d_state products of every row, so its chunks are made as long as the
+prompt here.
+
+    python -m bench.e2e_transformers --model nano-4b --batches 1,256 --commit HASH
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import replayssm_jax as rs
+from bench import result_file
+from bench.e2e_models import HUB_NAMES, published_json
+from bench.processes import turn
+
+FAST_KERNELS = ("mamba_ssm", "causal_conv1d", "fla", "kernels")
+# Generates so many tokens for every prompt, and returns the token ids of the first.
+Generate = Callable[[int], list[int]]
+
+
+def random_checkpoint(config: dict, folder: Path, device: str) -> Any:
+    """The transformers model of a config.json with random bfloat16 weights, on the device and saved in
+    `folder`."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    raw = {name: value for name, value in config.items() if name not in ("torch_dtype", "dtype")}
+    with torch.device(device):
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**raw), dtype=torch.bfloat16
+        )
+    model.eval().save_pretrained(folder)
+    return model
+
+
+def theirs(model: Any, prompts: np.ndarray) -> Generate:
+    """transformers' side; prompts int [batch, tokens]."""
+    import torch
+
+    for module in model.modules():
+        if hasattr(module, "chunk_size"):
+            module.chunk_size = prompts.shape[1]
+    tokens = torch.tensor(prompts, device=model.device)
+    mask = torch.ones_like(tokens)
+
+    def generate(count: int) -> list[int]:
+        with torch.inference_mode():
+            out = model.generate(
+                tokens, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False
+            )
+        made = out[0, tokens.shape[1] :].tolist()
+        if len(made) != count:
+            raise RuntimeError(f"transformers made {len(made)} tokens, not {count}")
+        return made
+
+    return generate
+
+
+def ours(loaded: rs.Loaded, prompts: np.ndarray, most: int) -> Generate:
+    """Our side, with the defaults of `rs.generate`; `most`: the largest number of tokens asked for."""
+
+    def generate(count: int) -> list[int]:
+        sampling = rs.Sampling(max_new_tokens=count, stop_ids=())
+        length = prompts.shape[1] + most
+        made = rs.generate(loaded, prompts.tolist(), sampling, max_length=length, progress=False)
+        return made.tokens[0]
+
+    return generate
+
+
+def timed(generate: Generate, count: int) -> float:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    generate(count)
+    return time.perf_counter() - began
+
+
+def records(sides: dict[str, Generate], batch: int, new_tokens: int, repeats: int) -> list[dict]:
+    """A record a side: whole calls, and steps without prompts."""
+    long: dict[str, list[float]] = {side: [] for side in sides}
+    short: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(repeats):
+        for side, generate in sides.items():
+            short[side].append(timed(generate, 1))
+            long[side].append(timed(generate, new_tokens))
+    made = []
+    for side in sides:
+        steps = [(a - b) / (new_tokens - 1) * 1e6 for a, b in zip(long[side], short[side], strict=True)]
+        whole, step = statistics.median(long[side]), statistics.median(steps)
+        made.append(
+            {
+                "batch": batch,
+                "method": side,
+                "op": "generate",
+                "new_tokens": new_tokens,
+                "seconds": round(whole, 4),
+                "spread_s": [round(float(np.percentile(long[side], q)), 4) for q in (10, 90)],
+                "tokens_per_second": round(batch * new_tokens / whole, 1),
+                "decode_us": round(step, 1),
+                "decode_tokens_per_second": round(batch / step * 1e6, 1),
+            }
+        )
+    return made
+
+
+def table(rows: list[dict]) -> str:
+    """Tokens a second of both sides and their ratios, a line for every batch."""
+    lines = [
+        f"{'model':12}{'layers':>7}{'batch':>6}{'ours':>11}{'transformers':>14}{'ratio':>7}{'decode':>8}"
+    ]
+    pairs: dict[tuple, dict] = {}
+    for row in rows:
+        key = row["shape"], row["layers"], row["batch"]
+        pairs.setdefault(key, {})[row["method"]] = row
+    for (shape, layers, batch), pair in pairs.items():
+        mine, peer = pair["generate"], pair["peer:transformers"]
+        rates = [one["tokens_per_second"] for one in (mine, peer)]
+        decode = mine["decode_tokens_per_second"] / peer["decode_tokens_per_second"]
+        lines.append(
+            f"{shape:12}{layers:7}{batch:6}{rates[0]:11.0f}{rates[1]:14.0f}{rates[0] / rates[1]:7.2f}"
+            f"{decode:8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line; prints a table last and writes the result file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", "--model-id", default="nano-4b", choices=("nano-4b", "qwen3.5-4b", *HUB_NAMES)
+    )
+    parser.add_argument("--layers", type=int, help="a depth cut of so many layers, marked so")
+    parser.add_argument("--batches", default="1,256")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda", help="of transformers; JAX takes its own default")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint is written for the time of the run")
+    parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    # PyTorch needs the rest of the memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    name: str = HUB_NAMES.get(options.model) or options.model
+    config = published_json(name, options.layers)
+    result = result_file.head("bench.e2e_transformers", options.commit)
+    result["versions"] |= {
+        package: importlib.metadata.version(package) for package in ("torch", "transformers")
+    }
+    result["fast_kernels"] = [package for package in FAST_KERNELS if importlib.util.find_spec(package)]
+    result["xla_flags"] = os.environ.get("XLA_FLAGS", "")
+    head = {"shape": name, "layers": config["num_hidden_layers"], "depth_cut": options.layers is not None}
+    head |= {"prompt_tokens": options.prompt_tokens}
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with turn(options.lock):
+            model = random_checkpoint(config, Path(folder), options.device)
+        loaded = rs.load(folder)
+    rng = np.random.default_rng(0)
+    for batch in map(int, options.batches.split(",")):
+        prompts = rng.integers(3, loaded.vocab_size, (batch, options.prompt_tokens))
+        sides = {
+            "generate": ours(loaded, prompts, options.new_tokens),
+            "peer:transformers": theirs(model, prompts),
+        }
+        began = time.perf_counter()
+        rs.warmup(
+            loaded,
+            rows=batch,
+            longest_prompt=prompts.shape[1],
+            max_length=prompts.shape[1] + options.new_tokens,
+        )
+        compiling = time.perf_counter() - began
+        with turn(options.lock):
+            for generate in sides.values():
+                generate(2)
+            made = records(sides, batch, options.new_tokens, options.repeats)
+        made[0]["warmup_s"] = round(compiling, 1)
+        rows += [head | row for row in made]
+        print(table(rows), flush=True)
+        result_file.write(
+            result | {"records": rows}, options.out or result_file.RESULTS / f"e2e_transformers_{name}.json"
+        )
+
+
+if __name__ == "__main__":
+    main()
