@@ -18,13 +18,17 @@ import numpy as np
 
 from bench import roofline
 from bench.conventional import conventional_cache
+from bench.device_clock import nanoseconds
 from bench.e2e_models import depth_cut, layer_kinds, prepare_random, published
 from models.checkpoint import abstract_model, parameter_count
 from pallas_kernels.numerics import hash_uint32
 from replayssm_jax.cache import Cache
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.decode import FlatModel
+from replayssm_jax.flush import spread_flush_at
 from replayssm_jax.replay import commit_core, step_core
+
+PHASES = ("random", "synchronised", "spread")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,9 @@ class Setting:
     model, layers: a published model and its depth cut (None: whole). method: "eager", "replay" or
     "conventional"; window: T, 1 in plain decoding. mean_accepted: tokens committed a step. context: committed
     tokens of a row at the start, and up to `spread` more where rows differ. steps: a dispatch; dispatches: a
-    repeat; repeats: how often it is timed. synchronised: all rows start with the same ring length.
+    repeat; repeats: how often it is timed. phases, of the rows' flushes: "random" (drawn from the long run),
+    "synchronised" (all rows at the same step) or "spread" (as `generate` spreads them). step_times: read the
+    device's clock after every step.
     """
 
     model: str
@@ -50,7 +56,8 @@ class Setting:
     steps: int = 16
     dispatches: int = 1
     repeats: int = 5
-    synchronised: bool = False
+    phases: str = "random"
+    step_times: bool = False
 
     @property
     def accepted(self) -> tuple[float, ...]:
@@ -86,25 +93,35 @@ def empty_cache(setting: Setting, model: Any, batch: int, max_length: int) -> Ca
     return model.init_cache(batch, max_length, setting.decoding)
 
 
-@functools.partial(jax.jit, donate_argnums=(1, 2))
+@functools.partial(jax.jit, donate_argnums=(1, 2), static_argnames="clock")
 def decode_steps(
-    model: FlatModel, tokens: jax.Array, cache: Cache, accepted: jax.Array
-) -> tuple[jax.Array, Cache]:
-    """Steps that feed tokens [B, T]; accepted int32 [steps, B] are the counts that they commit."""
+    model: FlatModel, tokens: jax.Array, cache: Cache, accepted: jax.Array, *, clock: bool = False
+) -> tuple[jax.Array, Cache, jax.Array]:
+    """Steps that feed tokens [B, T]; accepted int32 [steps, B] are the counts that they commit.
+
+    The third result holds, with `clock`, the device's clock before the first step and after every one, uint32
+    [steps + 1]; else nothing.
+    """
     network = model.unflatten()
     vocabulary = network.config.vocab_size
     drafts = jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None, :]
 
+    def stamp(stamps: jax.Array, index: Any, tokens: jax.Array) -> jax.Array:
+        return stamps.at[index].set(nanoseconds(tokens[0, 0])) if clock else stamps
+
     def one(step: jax.Array, carry: tuple) -> tuple:
-        tokens, cache = carry
+        tokens, cache, stamps = carry
         logits, _, cache = step_core(network, tokens, cache)
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         cache = commit_core(cache, accepted[step])
         chosen = jnp.take_along_axis(best, accepted[step][:, None] - 1, axis=1)
         made_up = hash_uint32(chosen, drafts) % jnp.uint32(vocabulary)
-        return jnp.where(drafts == 0, chosen, made_up.astype(jnp.int32)), cache
+        tokens = jnp.where(drafts == 0, chosen, made_up.astype(jnp.int32))
+        return tokens, cache, stamp(stamps, step + 1, tokens)
 
-    return jax.lax.fori_loop(0, accepted.shape[0], one, (tokens, cache))
+    stamps = jnp.zeros((accepted.shape[0] + 1 if clock else 0,), jnp.uint32)
+    carry = tokens, cache, stamp(stamps, 0, tokens)
+    return jax.lax.fori_loop(0, accepted.shape[0], one, carry)
 
 
 def cursors(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -117,8 +134,12 @@ def cursors(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if setting.method == "replay":
         odds = roofline.phases(setting.accepted, setting.buffer_length).probability
         length = rng.choice(len(odds), setting.batch, p=odds)
-        if setting.synchronised:
+        if setting.phases == "synchronised":
             length[:] = 1
+        elif setting.phases == "spread":
+            # A row with a first window of k tokens is k tokens ahead of one with the full window.
+            ahead = setting.buffer_length - spread_flush_at(np.arange(setting.batch), setting.buffer_length)
+            length[:] = 1 + ahead
     return (position - length).astype(np.int32), length.astype(np.int32), accepted
 
 
@@ -139,10 +160,12 @@ class Run:
         shapes = jax.eval_shape(build, model)
         self._build = build
         self._state: tuple | None = None
+        # Microseconds of every step of every repeat, where the device's clock is read.
+        self.step_times: list[np.ndarray] = []
         self.cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
         began = time.perf_counter()
         tokens = jax.ShapeDtypeStruct((setting.batch, setting.window), jnp.int32)
-        lowered = decode_steps.lower(model, tokens, shapes, self._accepted)
+        lowered = decode_steps.lower(model, tokens, shapes, self._accepted, clock=setting.step_times)
         self.lowering = time.perf_counter() - began
         self.program = lowered.compile()
         self.compiling = time.perf_counter() - began - self.lowering
@@ -159,12 +182,16 @@ class Run:
         cache = dataclasses.replace(cache, start=jnp.array(self._start), length=jnp.array(self._length))
         accepted = jnp.array(self._accepted)
         jax.block_until_ready((model, tokens, cache, accepted))
+        stamps = []
         began = time.perf_counter()
         for _ in range(setting.dispatches):
-            tokens, cache = self.program(model, tokens, cache, accepted)
+            tokens, cache, ticks = self.program(model, tokens, cache, accepted)
+            stamps.append(ticks)
         jax.block_until_ready(tokens)
         seconds = time.perf_counter() - began
         self._state = model, tokens, cache
+        # Unsigned differences stay right where the clock's low word wraps.
+        self.step_times.append(np.concatenate([np.diff(np.asarray(ticks)) for ticks in stamps]) / 1e3)
         return seconds / (setting.steps * setting.dispatches)
 
     def record(self, seconds: list[float]) -> dict:
@@ -181,10 +208,11 @@ class Run:
         memory: Any = self.program.memory_analysis()
         middle, committed = float(np.median(times)), float(self._accepted.mean())
         ceilings = roofline.Ceilings()
-        return self._head("verify" if setting.window > 1 else "decode") | {
+        steps = self._steps(len(seconds)) if setting.step_times else {}
+        return self._head("verify" if setting.window > 1 else "decode") | steps | {
             "state": "fp32",
             "recurrence": "fp32",
-            "phases": "synchronised" if setting.synchronised else "random",
+            "phases": setting.phases,
             "context": round(setting.mean_context),
             "accepted": round(committed, 4),
             "time_us": round(middle, 1),
@@ -199,6 +227,15 @@ class Run:
             "aliased_bytes": memory.alias_size_in_bytes,
             "lowering_s": round(self.lowering, 1),
             "compile_s": round(self.compiling, 1),
+        }
+
+    def _steps(self, repeats: int) -> dict:
+        """What single steps took: figures over the last repeats, and every step of the last one."""
+        times = np.concatenate(self.step_times[-repeats:])
+        figures = {"median": np.median(times), "p99": np.percentile(times, 99), "max": times.max()}
+        return {
+            "step_us": {name: round(float(value), 1) for name, value in figures.items()},
+            "step_times_us": [round(float(value), 1) for value in self.step_times[-1]],
         }
 
     def compilation(self) -> dict:

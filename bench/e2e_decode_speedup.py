@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 
 from bench import result_file
-from bench.decode_loop import Setting, needed_bytes
+from bench.decode_loop import PHASES, Setting, needed_bytes
 from bench.e2e_models import CUT_LAYERS, HUB_NAMES, STAND_INS
 from bench.processes import Task, add_options, run_all
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="tokens a dispatch")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--buffer-length", type=int, default=16)
-    parser.add_argument("--phases", choices=("random", "synchronised"), default="random")
+    parser.add_argument("--phases", choices=PHASES, default="random")
     parser.add_argument("--memory", type=float, default=130.0, help="GB for both processes, or one of them")
     parser.add_argument("--jobs", type=int, default=1, help="pairs that compile side by side")
     parser.add_argument("--compile-times", action="store_true", help="with and without the persistent cache")
@@ -135,7 +135,7 @@ def main() -> None:
             steps=options.steps,
             dispatches=-(-options.new_tokens // options.steps),
             repeats=options.repeats,
-            synchronised=options.phases == "synchronised",
+            phases=options.phases,
         )
         for layers, batches in (
             (None, options.full_batches),

@@ -9,6 +9,7 @@ from replayssm_jax.cache import Cache, insert, materialize, reset, select
 from replayssm_jax.cache_io import restore_cache, save_cache
 from replayssm_jax.config import EagerConfig, ReplayConfig
 from replayssm_jax.drafters import Speculative
+from replayssm_jax.flush import spread_flush_at
 from replayssm_jax.generate import Generation, Piece, generate, stream, warmup
 from replayssm_jax.replay import commit, prefill, step
 from replayssm_jax.sampling import Sampling
@@ -40,6 +41,7 @@ __all__ = [
     "score",
     "select",
     "shard_cache",
+    "spread_flush_at",
     "step",
     "stream",
     "warmup",

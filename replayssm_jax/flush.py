@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from replayssm_jax.cache import RecurrentLayer
@@ -18,6 +19,19 @@ from replayssm_jax.sharding import HEADS
 
 if TYPE_CHECKING:
     from replayssm_jax.replay import Segment
+
+
+def spread_flush_at(prompts: Any, buffer_length: int, tokens: int = 1) -> np.ndarray:
+    """`flush_at` of prompts that start together, so that their rows flush at different steps.
+
+    prompts: their indices, integers of any shape. tokens: that a step takes; a first window below that would
+    end at once, empty. Returns int32 in tokens..buffer_length of the indices' shape: consecutive indices lie
+    evenly over the range, and index 0 has the full window.
+    """
+    # Fibonacci hashing: multiples of the golden ratio are even over any interval and in step with nothing.
+    fraction = np.asarray(prompts, np.uint64) * np.uint64(0x9E3779B1) % np.uint64(2**32)
+    shorter = fraction * np.uint64(buffer_length - tokens + 1) // np.uint64(2**32)
+    return np.asarray(buffer_length - shorter, np.int32)
 
 
 def folded(

@@ -17,7 +17,7 @@ from replayssm_jax.drafters import Speculative, drafter_of, with_window
 from replayssm_jax.memory import refuse_what_cannot_fit
 from replayssm_jax.prompts import encode_prompts, refuse_empty
 from replayssm_jax.sampling import DEFAULT_SAMPLING, Sampling
-from replayssm_jax.scheduler import Request, Scheduler, Stats, flush_offset
+from replayssm_jax.scheduler import Request, Scheduler, Stats
 from replayssm_jax.speculative import Drafter, NoDrafts
 from replayssm_jax.text import TextStream
 
@@ -62,7 +62,7 @@ def generate(
     max_rows: int | None = None,
     continue_from: Generation | None = None,
     attention_mask: Any = None,
-    spread_flushes: bool = False,
+    spread_flushes: bool | None = None,
     progress: bool | None = None,
 ) -> Generation:
     """Continue every prompt.
@@ -79,7 +79,10 @@ def generate(
     continue_from: an earlier result, whose cache is donated and sets replay and max_length. Its prompt i
         goes on: its last token is fed first, then prompts[i] (prompts=None: nothing more).
     attention_mask: 0/1 for each token id of each prompt, which may be padded on either side.
-    spread_flushes: let rows flush at different steps, by prompt index.
+    spread_flushes: let the rows of prompts that start together rewrite their checkpoints at different steps,
+        by prompt index, so that steps take equally long. Where a text is folded then depends on its index,
+        which changes it by the rounding there. None: where that is float32 rounding and the GPU kernels run,
+        as portable JAX folds all rows at every step in which one does.
     progress: show a progress bar; None: on a terminal, from the first second on.
 
     What a prompt yields depends neither on the other prompts nor on the row it sits in, but for the rounding
@@ -119,7 +122,7 @@ def stream(
     max_rows: int | None = None,
     continue_from: Generation | None = None,
     attention_mask: Any = None,
-    spread_flushes: bool = False,
+    spread_flushes: bool | None = None,
 ) -> Generator[Piece, None, Generation]:
     """Yield the output of `generate` while it is made.
 
@@ -209,7 +212,7 @@ def _prepare(
     max_rows: int | None,
     continue_from: Generation | None,
     attention_mask: Any,
-    spread_flushes: bool,
+    spread_flushes: bool | None,
 ) -> Scheduler:
     """Check everything, then make the cache and the queue."""
     if not isinstance(sampling, Sampling):
@@ -248,7 +251,6 @@ def _prepare(
             index=i,
             fed=ids,
             committed=done,
-            flush_at=flush_offset(i, replay) if spread_flushes else None,
             text=None if loaded.tokenizer is None else TextStream(loaded.tokenizer, sampling.stop_strings),
         )
         for i, (ids, done) in enumerate(zip(fed, committed, strict=True))
@@ -266,6 +268,7 @@ def _prepare(
         drafter=drafter,
         drafts=0 if speculative is None else speculative.draft_tokens,
         state=state,
+        spread_flushes=spread_flushes,
     )
 
 

@@ -32,6 +32,7 @@ from replayssm_jax.decode import (
     settle,
     verify,
 )
+from replayssm_jax.flush import spread_flush_at
 from replayssm_jax.sampling import Sampling, sampling_params
 from replayssm_jax.speculative import Drafter, NoDrafts
 from replayssm_jax.text import TextStream
@@ -78,32 +79,37 @@ class Request:
     """One prompt and what became of it.
 
     fed: tokens to feed before the first new one. committed: tokens that its row holds already.
-    flush_at: length of its first window, None for the full one. text: its text, None without a tokenizer.
+    text: its text, None without a tokenizer.
     """
 
     index: int
     fed: list[int]
     committed: int
-    flush_at: int | None
     text: TextStream | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
 
 
-def flush_offset(index: int, replay: DecodingConfig | None) -> int | None:
-    """A first window of 1..L that differs from prompt to prompt; None, the full one, in eager caches."""
-    if not isinstance(replay, ReplayConfig):
-        return None
-    # Fibonacci hashing spreads consecutive indices evenly over any L.
-    return 1 + ((index * 0x9E3779B1 % 2**32) * replay.buffer_length >> 32)
+def spreading_is_free(replay: DecodingConfig) -> bool:
+    """Whether spreading the rows' flushes costs no time and changes outputs by float32 rounding alone.
+
+    The GPU kernels fold the rows that flush and no others; portable JAX folds all rows where one does. A
+    state below fp32, or a copy, is rounded wherever a row flushes.
+    """
+    return (
+        isinstance(replay, ReplayConfig)
+        and replay.implementation == "pallas"
+        and (replay.recurrence, replay.read) == ("fp32", "fp32")
+    )
 
 
 class Scheduler:
     """Runs requests through `batch` rows: a finished row is given the next request of the queue.
 
     drafter, drafts: what proposes how many tokens a step. cache, state: of an earlier run and its drafter,
-    whose row i request i goes on with, or None to start afresh.
+    whose row i request i goes on with, or None to start afresh. spread_flushes: whether requests start with
+    windows of different lengths; None: `spreading_is_free`.
     """
 
     def __init__(
@@ -121,6 +127,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         drafts: int = 0,
         state: Any = None,
+        spread_flushes: bool | None = None,
     ):
         self.requests = requests
         self.batch = batch
@@ -150,6 +157,9 @@ class Scheduler:
             self.cache, self.state = cache, () if state is None else state
             self._queue = deque(request for request in requests if len(request.fed) > 1)
             self._in_row = {request.index: request for request in requests if len(request.fed) == 1}
+        if spread_flushes is None:
+            spread_flushes = spreading_is_free(self.cache.replay)
+        self._spread_flushes = spread_flushes
         self._rows = self._first_rows()
 
     def run(self, streaming: bool = False) -> Iterator[tuple[Request, list[int], str]]:
@@ -262,7 +272,9 @@ class Scheduler:
         if self._resumed:
             return part or (select(self.cache, [row]), self._state_of(row))
         part = part or self._part or (self._empty_cache(1, self.cache.replay), self._state_of(row))
-        window = request.flush_at or self.cache.replay.buffer_length
+        full = self.cache.replay.buffer_length
+        tokens = 1 + self._drafts
+        window = spread_flush_at(request.index, full, tokens) if self._spread_flushes else full
         return clear_row(self._drafter, *part, np.int32(request.index), np.int32(window), self._params)
 
     def _state_of(self, row: int) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from bench import e2e_decode_speedup, e2e_models, e2e_spec_decode_throughput, roofline
+from bench import e2e_decode_speedup, e2e_models, e2e_spec_decode_throughput, roofline, step_times
 from bench.decode_loop import Run, Setting, cursors, row_bytes
 from bench.kernel_table import kernel_times, table
 from bench.processes import Task, run_all, run_group
@@ -70,6 +70,27 @@ def test_rows_start_in_the_long_run_distribution(tiny):
     assert set(start + length) == set(range(20, 26))
     with pytest.raises(ValueError, match=r"1\.\.1 committed tokens cannot be 3.0"):
         cursors(Setting(method="eager", mean_accepted=3.0, **tiny))
+
+
+@pytest.mark.parametrize("phases", ["synchronised", "spread"])
+def test_phases_repeat_every_window(tiny, phases):
+    setting = Setting(method="replay", phases=phases, **tiny | {"batch": 64})
+    _, length, _ = cursors(setting)
+    counts = np.bincount(length, minlength=17)
+    assert counts[0] == 0
+    assert (counts.max() - counts[1:].min() <= 2) if phases == "spread" else counts[1] == 64
+
+
+def test_the_steps_of_a_repeat_are_timed_one_by_one(tiny):
+    run = Run(Setting(method="replay", step_times=True, dispatches=2, **tiny))
+    seconds = [run.repeat() for _ in range(3)]
+    record = run.record(seconds[1:])
+    assert all(len(times) == 2 * 4 for times in run.step_times)
+    for whole, times in zip(seconds, run.step_times, strict=True):
+        assert 0 < times.min() and times.sum() < whole * 8 * 1e6
+    assert record["step_us"]["max"] == pytest.approx(max(map(max, run.step_times[1:])), abs=0.1)
+    line = step_times.table([record]).splitlines()[1].split()
+    assert line[:5] == ["tiny", "2", "3", "replay", "random"]
 
 
 def test_what_cannot_run_is_left_out_with_the_reason():

@@ -14,10 +14,11 @@ from replayssm_jax import decode, memory, scheduler
 from replayssm_jax.api import Loaded
 from replayssm_jax.buckets import prefill_buckets, prefill_chunks
 from replayssm_jax.cache import Cache, RecurrentLayer, materialize
-from replayssm_jax.config import ReplayConfig
+from replayssm_jax.config import EagerConfig, ReplayConfig
+from replayssm_jax.flush import spread_flush_at
 from replayssm_jax.generate import Generation, generate, stream, warmup
 from replayssm_jax.sampling import Sampling, sampling_params
-from replayssm_jax.scheduler import flush_offset
+from replayssm_jax.scheduler import spreading_is_free
 from replayssm_jax.speculative import NoDrafts
 from tests.replayssm_jax.chain_model import byte_tokenizer, chain, loaded_chain, successor
 from tests.tiny_models import VOCAB, assert_close, full_logits, hot_model, nemotron_config, random_tokens
@@ -197,11 +198,31 @@ def test_spread_flushes_follow_the_prompt_and_not_its_row():
         assert out.tokens == [chain(prompt, 18) for prompt in batch]
         lengths.append(np.asarray(out.cache.length).tolist())
     assert lengths[0][:2] == lengths[1]
-    assert lengths[0] == [17 - flush_offset(i, ReplayConfig()) for i in range(3)]
-    for buffer_length in (1, 7, 16):
-        offsets = [flush_offset(i, ReplayConfig(buffer_length=buffer_length)) for i in range(64)]
-        assert set(offsets) == set(range(1, buffer_length + 1))
-    assert flush_offset(3, None) is None
+    assert lengths[0] == [17 % 16, *(17 - spread_flush_at([1, 2], 16))]
+
+
+@pytest.mark.parametrize("buffer_length", [1, 4, 7, 16, 32])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_first_windows_are_even(buffer_length, tokens):
+    if tokens > buffer_length:
+        return
+    windows = spread_flush_at(np.arange(20, 20 + 256), buffer_length, tokens)
+    counts = np.bincount(windows, minlength=buffer_length + 1)
+    assert counts[:tokens].sum() == 0
+    # Multiples of the golden ratio leave no more than three different gaps: counts differ by a few.
+    assert np.abs(counts[tokens:] - 256 / (buffer_length - tokens + 1)).max() <= 2
+    assert spread_flush_at(0, buffer_length, tokens) == buffer_length
+
+
+def test_flushes_are_spread_by_default_only_where_it_is_free():
+    pallas = ReplayConfig(implementation="pallas")
+    assert spreading_is_free(pallas)
+    assert not spreading_is_free(replace(pallas, implementation="xla"))
+    assert not spreading_is_free(replace(pallas, read="nvfp4"))
+    assert not spreading_is_free(replace(pallas, recurrence="fp16", read="fp16"))
+    assert not spreading_is_free(EagerConfig(implementation="pallas"))
+    out = generate(CHAIN, random_prompts(3, 3, 3), Sampling(max_new_tokens=18))
+    assert np.asarray(out.cache.length).tolist() == [1, 1, 1]
 
 
 # Text.
@@ -529,6 +550,16 @@ def test_B01_B02_B03_B04_padding_lengths_and_rows_leak_nowhere(family, replay):
     mask = [[1] * 3 + [0] * 8, [1] * 11]
     right = run_hot(loaded, [a + [5] * 8, b], sampling, replay=replay, attention_mask=mask)
     assert right.tokens == left.tokens
+
+
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
+def test_spread_flushes_keep_text_and_logprobs(family):
+    loaded, sampling = hot(family), Sampling(max_new_tokens=18)
+    prompts = random_prompts(3, 11, 16, 1, 2, 4)
+    out = run_hot(loaded, prompts, sampling, max_rows=2, spread_flushes=True)
+    assert_alone(family, prompts, out)
+    together = run_hot(loaded, prompts, sampling, max_rows=2)
+    assert out.stats.ring_occupancy < together.stats.ring_occupancy
 
 
 def test_B02_a_mask_counts_in_a_batch_of_one():
