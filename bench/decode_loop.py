@@ -191,7 +191,8 @@ class Run:
         seconds = time.perf_counter() - began
         self._state = model, tokens, cache
         # Unsigned differences stay right where the clock's low word wraps.
-        self.step_times.append(np.concatenate([np.diff(np.asarray(ticks)) for ticks in stamps]) / 1e3)
+        ticks = np.concatenate([np.diff(np.asarray(ticks)) for ticks in stamps])
+        self.step_times.append(ticks.astype(np.float64) * 1e-3)
         return seconds / (setting.steps * setting.dispatches)
 
     def record(self, seconds: list[float]) -> dict:

@@ -81,8 +81,7 @@ def generate(
     attention_mask: 0/1 for each token id of each prompt, which may be padded on either side.
     spread_flushes: let the rows of prompts that start together rewrite their checkpoints at different steps,
         by prompt index, so that steps take equally long. Where a text is folded then depends on its index,
-        which changes it by the rounding there. None: where that is float32 rounding and the GPU kernels run,
-        as portable JAX folds all rows at every step in which one does.
+        which changes it by the rounding there. None: where that is float32 rounding and the GPU kernels run.
     progress: show a progress bar; None: on a terminal, from the first second on.
 
     What a prompt yields depends neither on the other prompts nor on the row it sits in, but for the rounding

@@ -94,8 +94,9 @@ class Request:
 def spreading_is_free(replay: DecodingConfig) -> bool:
     """Whether spreading the rows' flushes costs no time and changes outputs by float32 rounding alone.
 
-    The GPU kernels fold the rows that flush and no others; portable JAX folds all rows where one does. A
-    state below fp32, or a copy, is rounded wherever a row flushes.
+    The GPU kernels fold the rows that flush and no others; portable JAX folds all rows where one does, but
+    for a CPU, on which nobody waits for level steps. A state below fp32, or a copy, is rounded wherever a row
+    flushes.
     """
     return (
         isinstance(replay, ReplayConfig)
