@@ -210,7 +210,7 @@ class Run:
         middle, committed = float(np.median(times)), float(self._accepted.mean())
         ceilings = roofline.Ceilings()
         steps = self._steps(len(seconds)) if setting.step_times else {}
-        return self._head("verify" if setting.window > 1 else "decode") | steps | {
+        return self._head("verify" if setting.window > 1 else "decode") | {
             "state": "fp32",
             "recurrence": "fp32",
             "phases": setting.phases,
@@ -228,6 +228,7 @@ class Run:
             "aliased_bytes": memory.alias_size_in_bytes,
             "lowering_s": round(self.lowering, 1),
             "compile_s": round(self.compiling, 1),
+            **steps,
         }
 
     def _steps(self, repeats: int) -> dict:
