@@ -35,7 +35,8 @@ def step(
     return min((r for r in found if r), key=lambda r: r["time_us"], default=None)
 
 
-def _rows(header: list[str], rows: list[list[str]]) -> str:
+def rows_of_table(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
     return "\n".join(lines)
 
@@ -74,7 +75,7 @@ def headline(records: list[dict], batch: int = 256) -> str:
         floor = f"{replay['time_us'] / replay['floor_us']:.2f}"
         rows.append([f"`{shape}`", _named(peer), _time(own), _named(replay_peer), _time(replay), floor,
                      _ratio(peer, replay), _ratio(replay_peer, replay)])  # fmt: skip
-    return _rows(header, rows)
+    return rows_of_table(header, rows)
 
 
 def by_batch(records: list[dict]) -> str:
@@ -88,7 +89,7 @@ def by_batch(records: list[dict]) -> str:
         ]
         if set(cells) != {"-"}:
             rows.append([f"`{shape}`", *cells])
-    return _rows(["shape", *map(str, batches)], rows)
+    return rows_of_table(["shape", *map(str, batches)], rows)
 
 
 def by_window(records: list[dict], batch: int = 256) -> str:
@@ -103,7 +104,7 @@ def by_window(records: list[dict], batch: int = 256) -> str:
         ours, peer = {window: verify("replay", window) for window in (2, 4, 8)}, verify(REPLAY_PEERS[0], 4)
         if any(ours.values()):
             rows.append([f"`{shape}`", *map(_time, ours.values()), _named(peer), _ratio(peer, ours[4])])
-    return _rows(["shape", "T = 2", "T = 4", "T = 8", "T = 4, peer", "over the peer"], rows)
+    return rows_of_table(["shape", "T = 2", "T = 4", "T = 8", "T = 4, peer", "over the peer"], rows)
 
 
 def tables(records: list[dict]) -> list[str]:
@@ -132,7 +133,7 @@ def by_format(records: list[dict], batch: int = 256) -> str:
         ]
         if set(cells) != {"-"}:
             rows.append([f"`{shape}`", *cells])
-    return _rows(["shape", *(f"T = {window}, {state}" for window, state in columns)], rows)
+    return rows_of_table(["shape", *(f"T = {window}, {state}" for window, state in columns)], rows)
 
 
 def main() -> None:

@@ -1,12 +1,18 @@
-"""Plot of a result file of `bench.kernel_decode`: speed of the kernels by batch, against our eager kernel.
+"""Plots of result files: kernels by batch against our eager kernel, and whole models by batch, by context and
+against their roofline.
 
-python -m bench.plots bench/results/kernel_decode.json [--out bench/results/kernel_decode.svg]
+python -m bench.plots bench/results/kernel_decode.json
+python -m bench.plots bench/results/e2e_decode_speedup_*.json --out bench/results/e2e_decode_speedup.svg
 """
 
 import argparse
-import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from bench import e2e_report
 from bench.kernel_cases import MAIN
 from bench.kernel_report import EAGER_PEERS, REPLAY_PEERS, step
 
@@ -15,6 +21,33 @@ LINES = {
     "replay, fastest peer": (REPLAY_PEERS, "#c0392b", "s-"),
     "eager, fastest peer": (EAGER_PEERS, "#c0392b", "s:"),
 }
+COLOURS = {"nano-4b": "#1b6ca8", "qwen3.5-4b": "#c0392b"}
+METHOD_STYLES = {"replay": "o-", "eager": "s:"}
+PARTS = {
+    "state": "#1b6ca8",
+    "ring": "#7fb3d5",
+    "weights": "#7f8c8d",
+    "head": "#bdc3c7",
+    "kv": "#27ae60",
+    "conv": "#e59866",
+    "activations": "#f7dc6f",
+    "logits": "#af7ac5",
+}
+
+
+@contextmanager
+def figure(path: Path, panels: int, **options: Any) -> Iterator[Any]:
+    """Axes of a row of panels; the figure goes to `path` at the end, the same bytes for the same data."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams.update({"svg.hashsalt": path.stem, "svg.fonttype": "none"})
+    drawn, axes = pyplot.subplots(1, panels, squeeze=False, layout="constrained", **options)
+    yield axes[0]
+    drawn.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(drawn)
 
 
 def curves(records: list[dict], shape: str) -> dict[str, tuple[list[int], list[float]]]:
@@ -33,39 +66,102 @@ def curves(records: list[dict], shape: str) -> dict[str, tuple[list[int], list[f
 
 
 def plot(records: list[dict], path: Path) -> None:
-    """Writes the figure, one panel a shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Writes the figure of the kernels, one panel a shape."""
     shapes = [shape for shape in MAIN if any(r["shape"] == shape for r in records)]
-    matplotlib.rcParams.update({"svg.hashsalt": "kernel_decode", "svg.fonttype": "none"})
-    figure, axes = pyplot.subplots(
-        1, len(shapes), figsize=(3.3 * len(shapes), 3.4), sharey=True, squeeze=False, layout="constrained"
-    )
-    axes = axes[0]
-    for axis, shape in zip(axes, shapes, strict=True):
-        for name, (batches, ratios) in curves(records, shape).items():
-            _, colour, style = LINES[name]
-            axis.plot(batches, ratios, style, color=colour, label=name, markersize=4)
-        axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set(title=shape, xlabel="batch")
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("times faster than\nour eager kernel")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    with figure(path, len(shapes), figsize=(3.3 * len(shapes), 3.4), sharey=True) as axes:
+        for axis, shape in zip(axes, shapes, strict=True):
+            for name, (batches, ratios) in curves(records, shape).items():
+                _, colour, style = LINES[name]
+                axis.plot(batches, ratios, style, color=colour, label=name, markersize=4)
+            axis.axhline(1.0, color="grey", linewidth=0.8)
+            axis.set(title=shape, xlabel="batch")
+            axis.set_xscale("log", base=2)
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel("times faster than\nour eager kernel")
+        axes[0].legend(fontsize=8)
+
+
+def by_batch(records: Sequence[dict]) -> dict[tuple[str, bool], tuple[list[int], list[float]]]:
+    """Batches and speed-ups of each model, whole and cut, rows in random phases, at the context that most
+    pairs have."""
+    pairs = {place: pair for place, pair in e2e_report.pairs(records).items() if place[5] == "random"}
+    contexts = Counter(place[4] for place in pairs)
+    lines: dict[tuple[str, bool], tuple[list[int], list[float]]] = {}
+    for (shape, cut, _, batch, context, _), pair in pairs.items():
+        if context == contexts.most_common(1)[0][0]:
+            batches, ratios = lines.setdefault((shape, cut), ([], []))
+            batches.append(batch)
+            ratios.append(e2e_report.speedup(pair))
+    return lines
+
+
+def by_context(records: Sequence[dict]) -> dict[tuple[str, int, str], tuple[list[int], list[float]]]:
+    """Contexts and milliseconds a step of each model, batch and method that ran at three contexts."""
+    lines: dict[tuple[str, int, str], tuple[list[int], list[float]]] = {}
+    for (shape, _, _, batch, context, phase), pair in e2e_report.pairs(records).items():
+        for method, record in pair.items():
+            if phase == "random":
+                contexts, times = lines.setdefault((shape, batch, method), ([], []))
+                contexts.append(context)
+                times.append(record["time_us"] / 1e3)
+    return {line: points for line, points in lines.items() if len(points[0]) > 2}
+
+
+def whole_models(records: Sequence[dict], path: Path, batch: int = 256) -> None:
+    """Writes the figure of whole models: speed-up by batch, step by context, steps over floors."""
+    with figure(path, 3, figsize=(13, 3.6)) as axes:
+        for (shape, cut), (batches, ratios) in by_batch(records).items():
+            label = f"{shape}, depth cut" if cut else shape
+            axes[0].plot(
+                batches, ratios, "o:" if cut else "o-", color=COLOURS[shape], label=label, markersize=4
+            )
+        axes[0].axhline(1.0, color="grey", linewidth=0.8)
+        axes[0].set(xlabel="batch", ylabel="eager step / replay step")
+        axes[0].set_xscale("log", base=2)
+        for (shape, rows, method), (contexts, times) in by_context(records).items():
+            label = f"{shape}, batch {rows}, {method}"
+            axes[1].plot(
+                contexts, times, METHOD_STYLES[method], color=COLOURS[shape], label=label, markersize=4
+            )
+        axes[1].set(xlabel="context, tokens", ylabel="ms a step (depth cut)", xscale="log", yscale="log")
+        bars = [
+            (f"{shape}\n{method}", pair[method])
+            for (shape, cut, _, rows, _, phase), pair in e2e_report.pairs(records).items()
+            for method in ("eager", "replay")
+            if rows == batch and not cut and phase == "random"
+        ]
+        roofline_bars(axes[2], bars)
+        axes[2].set(ylabel=f"ms a step, batch {batch}")
+        for axis in axes:
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=7)
+
+
+def roofline_bars(axis: Any, bars: Sequence[tuple[str, dict]]) -> None:
+    """A bar of the floor's parts for every named record, and a mark at the measured time."""
+    for place, (_, record) in enumerate(bars):
+        bottom = 0.0
+        for name, colour in PARTS.items():
+            height = record["floor_parts_us"][name] / 1e3
+            axis.bar(place, height, bottom=bottom, color=colour, label=name if place == 0 else None)
+            bottom += height
+        label = "measured" if place == 0 else None
+        axis.plot([place - 0.45, place + 0.45], [record["time_us"] / 1e3] * 2, "k-", label=label)
+    axis.set_xticks(range(len(bars)), [name for name, _ in bars], fontsize=7)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("result", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    plot(json.loads(options.result.read_text())["records"], options.out or options.result.with_suffix(".svg"))
+    out = options.out or options.results[0].with_suffix(".svg")
+    decode = e2e_report.read(options.results, "bench.e2e_decode_speedup")
+    if decode:
+        whole_models(decode, out)
+    else:
+        plot(e2e_report.read(options.results, "bench.kernel_decode"), out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,112 @@
+"""Tables of whole models, in Markdown, from result files of `bench.e2e_decode_speedup` and
+`bench.e2e_transformers`.
+
+python -m bench.e2e_report bench/results/e2e_*.json
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from bench.e2e_decode_speedup import METHODS
+from bench.kernel_report import rows_of_table
+
+NAMES = {"nano-4b": "Nemotron-3-Nano-4B", "qwen3.5-4b": "Qwen3.5-4B"}
+# What was run, but not by which method.
+Place = tuple[str, bool, int, int, int, str]
+
+
+def read(paths: Iterable[Path], bench: str) -> list[dict]:
+    """Records of the result files among `paths` that a benchmark wrote."""
+    results = [json.loads(path.read_text()) for path in paths]
+    return [record for result in results if result["bench"] == bench for record in result["records"]]
+
+
+def pairs(records: Sequence[dict]) -> dict[Place, dict[str, dict]]:
+    """Decode records by place, then by method, where both methods ran; whole models first, then by size.
+
+    A place is shape, depth cut, layers, batch, context and phases.
+    """
+    found: dict[Place, dict[str, dict]] = {}
+    for record in records:
+        if record["op"] == "decode":
+            place = tuple(
+                record[name] for name in ("shape", "depth_cut", "layers", "batch", "context", "phases")
+            )
+            found.setdefault(place, {})[record["method"]] = record
+    return {place: found[place] for place in sorted(found) if set(METHODS) <= set(found[place])}
+
+
+def speedup(pair: dict[str, dict]) -> float:
+    """Replay over eager, by medians."""
+    return pair["eager"]["time_us"] / pair["replay"]["time_us"]
+
+
+def steps(records: Sequence[dict]) -> str:
+    """Milliseconds a step of both methods, with the speed-up and the share of the roofline."""
+    header = ["model", "layers", "batch", "context", "phases", "eager", "replay", "speed-up"]
+    header += ["tokens/s", "eager, of its floor", "replay, of its floor"]
+    rows = []
+    for (shape, cut, layers, batch, context, phase), pair in pairs(records).items():
+        depth = f"{layers} (cut)" if cut else str(layers)
+        milliseconds = [f"{pair[method]['time_us'] / 1e3:.2f}" for method in METHODS]
+        shares = [f"{100 * pair[m]['floor_us'] / pair[m]['time_us']:.0f} %" for m in METHODS]
+        cells = [NAMES.get(shape, shape), depth, str(batch), str(context), phase, *milliseconds]
+        rate = pair["replay"]["tokens_per_second"]
+        rows.append([*cells, f"{speedup(pair):.2f}", f"{rate:,.0f}", *shares])
+    return rows_of_table(header, rows)
+
+
+def compile_times(records: Sequence[dict]) -> str:
+    """Seconds to trace, lower and compile the step of whole models, without and with the persistent cache."""
+    found: dict[tuple, dict] = {}
+    for record in records:
+        if not record["depth_cut"] and record["op"] in ("decode", "compile"):
+            place = record["shape"], record["method"], record["batch"]
+            seconds = record["lowering_s"] + record["compile_s"]
+            found.setdefault(place, {}).setdefault(record["op"], seconds)
+    rows = [
+        [NAMES.get(shape, shape), method, str(batch), f"{times['decode']:.0f}", f"{times['compile']:.0f}"]
+        for (shape, method, batch), times in sorted(found.items())
+        if len(times) == len(("decode", "compile"))
+    ]
+    return rows_of_table(["model", "method", "batch", "empty cache", "from the cache"], rows)
+
+
+def generation(records: Sequence[dict]) -> str:
+    """Tokens a second of `rs.generate` and of transformers, whole calls and steps without prompts."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for record in records:
+        place = tuple(record[name] for name in ("shape", "depth_cut", "layers", "batch", "new_tokens"))
+        found.setdefault(place, {})[record["method"]] = record
+    header = ["model", "layers", "batch", "new tokens", "ours, tokens/s", "transformers, tokens/s", "ratio"]
+    rows = []
+    for (shape, cut, layers, batch, new_tokens), sides in sorted(found.items()):
+        mine, peer = sides["generate"], sides["peer:transformers"]
+        rates = [side["tokens_per_second"] for side in (mine, peer)]
+        decode = mine["decode_tokens_per_second"] / peer["decode_tokens_per_second"]
+        depth = f"{layers} (cut)" if cut else str(layers)
+        cells = [NAMES.get(shape, shape), depth, str(batch), str(new_tokens)]
+        cells += [f"{rate:,.0f}" for rate in rates]
+        rows.append([*cells, f"{rates[0] / rates[1]:.1f}", f"{decode:.1f}"])
+    return rows_of_table([*header, "ratio without prompts"], rows)
+
+
+def tables(paths: Sequence[Path]) -> list[str]:
+    """The tables of the README that these result files give."""
+    decode = read(paths, "bench.e2e_decode_speedup")
+    peer = read(paths, "bench.e2e_transformers")
+    made = [steps(decode), compile_times(decode)] if decode else []
+    return made + ([generation(peer)] if peer else [])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+")
+    print(*tables(parser.parse_args().results), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Tables and plot of whole models from small synthetic results."""
+
+import json
+
+import pytest
+
+from bench import e2e_report, e2e_transformers, plots
+
+WHOLE = {"shape": "nano-4b", "layers": 42, "depth_cut": False}
+
+
+def record(method, time, batch=256, context=288, **fields):
+    parts = dict.fromkeys(plots.PARTS, 0.0) | {"state": 3000.0, "weights": 2000.0}
+    return WHOLE | {
+        "batch": batch, "method": method, "op": "decode", "context": context, "phases": "random",
+        "time_us": time, "floor_us": 5000.0, "floor_parts_us": parts, "tokens_per_second": batch / time * 1e6,
+        "lowering_s": 4.0, "compile_s": 16.0,
+    } | fields  # fmt: skip
+
+
+RECORDS = [
+    record("eager", 15000.0),
+    record("replay", 10000.0),
+    record("eager", 4000.0, batch=1),
+    record("replay", 4100.0, batch=1),
+    record("replay", 30000.0, batch=512),
+    record("eager", 1000.0, batch=64, layers=10, depth_cut=True),
+    record("replay", 800.0, batch=64, layers=10, depth_cut=True),
+    record("eager", 2000.0, batch=64, layers=10, depth_cut=True, context=1056),
+    record("replay", 1800.0, batch=64, layers=10, depth_cut=True, context=1056),
+    record("eager", 5000.0, batch=64, layers=10, depth_cut=True, context=4128),
+    record("replay", 4800.0, batch=64, layers=10, depth_cut=True, context=4128),
+    WHOLE | {"batch": 256, "method": "replay", "op": "compile", "lowering_s": 4.0, "compile_s": 2.0},
+]  # fmt: skip
+
+
+def generated(method, rate, decode):
+    return {
+        "shape": "qwen3.5-4b", "layers": 32, "depth_cut": False, "prompt_tokens": 16, "batch": 1,
+        "method": method, "op": "generate", "new_tokens": 64, "tokens_per_second": rate,
+        "decode_tokens_per_second": decode,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path):
+    contents = {
+        "bench.e2e_decode_speedup": RECORDS,
+        "bench.e2e_transformers": [
+            generated("generate", 200.0, 250.0),
+            generated("peer:transformers", 20.0, 20.0),
+        ],
+        "bench.other": [{}],
+    }
+    for name, records in contents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"bench": name, "records": records}))
+    return sorted(tmp_path.iterdir())
+
+
+def test_tables_pair_the_methods(files):
+    steps, compiled, generation = (table.splitlines()[2:] for table in e2e_report.tables(files))
+    assert len(steps) == 5
+    assert steps[1] == (
+        "| Nemotron-3-Nano-4B | 42 | 256 | 288 | random | 15.00 | 10.00 | 1.50 | 25,600 | 33 % | 50 % |"
+    )
+    assert steps[2].startswith("| Nemotron-3-Nano-4B | 10 (cut) | 64 | 288 | random | 1.00 | 0.80 | 1.25 |")
+    assert compiled == ["| Nemotron-3-Nano-4B | replay | 256 | 20 | 6 |"]
+    assert generation == ["| Qwen3.5-4B | 32 | 1 | 64 | 200 | 20 | 10.0 | 12.5 |"]
+
+
+def test_curves_of_whole_models():
+    assert plots.by_batch(RECORDS) == {
+        ("nano-4b", False): ([1, 256], [4000 / 4100, 1.5]),
+        ("nano-4b", True): ([64], [1.25]),
+    }
+    assert plots.by_context(RECORDS) == {
+        ("nano-4b", 64, "eager"): ([288, 1056, 4128], [1.0, 2.0, 5.0]),
+        ("nano-4b", 64, "replay"): ([288, 1056, 4128], [0.8, 1.8, 4.8]),
+    }
+
+
+def test_the_plot_of_whole_models_is_the_same_twice(tmp_path):
+    pytest.importorskip("matplotlib", reason="only benchmarks draw")
+    drawn = []
+    for _ in range(2):
+        plots.whole_models(RECORDS, tmp_path / "whole.svg")
+        drawn.append((tmp_path / "whole.svg").read_text())
+    assert drawn[0] == drawn[1]
+    assert "measured" in drawn[0]
+
+
+def test_generation_is_split_into_prompts_and_steps(monkeypatch):
+    clock = iter([0.0, 2.0, 2.0, 12.0])
+    monkeypatch.setattr(e2e_transformers.time, "perf_counter", lambda: next(clock))
+    calls = []
+    (made,) = e2e_transformers.records({"generate": calls.append}, 4, 11, 1)
+    assert calls == [1, 11]
+    assert (made["seconds"], made["tokens_per_second"]) == (10.0, 4.4)
+    assert (made["decode_us"], made["decode_tokens_per_second"]) == (800_000.0, 5.0)
