@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import timing
+from bench import kernel_check, timing
 from bench.kernel_cases import Case, bounds, programs, record, step_means
 from bench.shapes import SHAPES, Shape
 from pallas_kernels import gated_delta, launch, mamba2
@@ -48,6 +48,10 @@ def draw(shape: Shape, batch: int, tokens: int, slots: int, state: Any) -> tuple
     return (checkpoint, ring), (tokens_of(tokens), reader, constants), start
 
 
+def _shape(output: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(output.shape, output.dtype)
+
+
 class OwnLayer:
     """Our kernels: traced and compiled at once; `measure` draws the buffers and times."""
 
@@ -77,13 +81,12 @@ class OwnLayer:
                 return kernels.eager(buffers[0], *inputs, out_dtype=ACTIVATION)
 
             buffers = buffers[:1]
-        self.step = (
-            jax.jit(step, donate_argnums=0)
-            .lower(buffers, inputs, jax.eval_shape(launch.plan, *rows))
-            .compile()
-        )
+        lowered = jax.jit(step, donate_argnums=0).lower(buffers, inputs, jax.eval_shape(launch.plan, *rows))
+        self.step = lowered.compile()
         self.plan = jax.jit(launch.plan).lower(*rows).compile()
         self.make = make.lower().compile()
+        shapes = buffers, inputs[:2], jax.tree.map(_shape, lowered.out_info[0])
+        self.take = kernel_check.take.lower(shapes, jax.ShapeDtypeStruct((2,), jnp.int32)).compile()
         cold = jax.ShapeDtypeStruct((timing.FLUSH_BYTES // 4,), jnp.int32)
         self.cool = jax.jit(jnp.sum).lower(cold).compile()
 
@@ -125,7 +128,25 @@ class OwnLayer:
             read = lengths if replay else np.zeros_like(lengths)
             fields = bounds(case, read, lengths + case.tokens > length)
             records.append(record(case, step_means(mine, steps), operation, phase, **fields))
+        lengths = np.asarray(listed[0][2][0]) if replay else np.zeros(case.batch, int)
+        rows = kernel_check.chosen_rows(lengths + case.tokens > length)
+
+        def seen() -> tuple:
+            arrays = tuple(held["buffers"]), inputs[:2], held["outputs"]
+            return jax.tree.map(np.asarray, self.take(arrays, rows))
+
+        before, *_ = seen()
+        launches[0]()
+        after, given, outputs = seen()
+        self.checked = before, given, after, outputs, np.asarray(start)[rows], lengths[rows]
+        self.records = records
         return records
 
     def check(self) -> None:
-        """Nothing: the tests compare our kernels with the float64 loop."""
+        """Compares outputs and states of two rows of the timed launch with a serial float64 loop."""
+        before, given, after, outputs, start, lengths = self.checked
+        errors = kernel_check.errors(SHAPES[self.case.shape], before, given, after, outputs, start, lengths)
+        if not errors["error"] < kernel_check.TOLERANCE:
+            raise RuntimeError(f"wrong results: {errors}")
+        for one in self.records:
+            one.update(errors)
