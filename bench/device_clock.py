@@ -20,19 +20,21 @@ def nanoseconds(after: jax.Array) -> jax.Array:
 def _global_timer(after: jax.Array) -> jax.Array:
     from jax.experimental.pallas import triton
 
-    def read(value, ticks):
-        # Triton wants an operand; the instruction has none.
-        (ticks[...],) = triton.elementwise_inline_asm(
+    ticks = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def read(value, clock):
+        # Triton wants an operand, which the instruction has not, and knows signed integers only.
+        (clock[...],) = triton.elementwise_inline_asm(
             "mov.u32 $0, %globaltimer_lo;",
             args=[value[...]],
             constraints="=r,r",
             pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.uint32)],
+            result_shape_dtypes=[ticks],
         )
 
     params = triton.CompilerParams(num_warps=1)
-    ticks = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    return pl.pallas_call(read, out_shape=ticks, compiler_params=params, name="device_clock")(after[None])[0]
+    clock = pl.pallas_call(read, out_shape=ticks, compiler_params=params, name="device_clock")(after[None])
+    return jax.lax.bitcast_convert_type(clock[0], jnp.uint32)
 
 
 def _host_clock(after: jax.Array) -> jax.Array:
