@@ -6,8 +6,9 @@ their first windows differ ("spread", as `generate` does it). The device's clock
 a device loop, so neither the host nor the start of a dispatch is in them. Settings of one batch run in
 processes of their own and take turns repeat by repeat.
 
-Records are those of `bench.decode_loop` with `step_us` (median, p99 and max over the steps of all repeats)
-and `step_times_us` (each step of the last repeat).
+Records are those of `bench.decode_loop` with `step_times_us`, the median of every step over the repeats
+(which begin with the same cursors: what else uses the device hits one of them), and `step_us`: median, p99,
+max and mean of these, and p99_of_all without those medians. Tokens a second are by the mean step.
 
     python -m bench.step_times --model nano-4b --batches 64,256 --commit HASH
 """
@@ -25,15 +26,16 @@ def table(records: list[dict]) -> str:
     """Median, 99th percentile and throughput, a line for every record."""
     lines = [
         f"{'shape':11}{'layers':>7}{'batch':>6} {'method':8}{'phases':13}{'median us':>10}{'p99 us':>9}"
-        f"{'p99/median':>11}{'max/median':>11}{'tokens/s':>10}"
+        f"{'p99/median':>11}{'max/median':>11}{'mean us':>9}{'tokens/s':>10}"
     ]
     for record in records:
         steps = record["step_us"]
+        phases = record["phases"] if record["method"] == "replay" else "-"
         lines.append(
-            f"{record['shape']:11}{record['layers']:7}{record['batch']:6} {record['method']:8}"
-            f"{record['phases'] if record['method'] == 'replay' else '-':13}{steps['median']:10.0f}"
-            f"{steps['p99']:9.0f}{steps['p99'] / steps['median']:11.3f}"
-            f"{steps['max'] / steps['median']:11.3f}{record['tokens_per_second']:10.0f}"
+            f"{record['shape']:11}{record['layers']:7}{record['batch']:6} {record['method']:8}{phases:13}"
+            f"{steps['median']:10.0f}{steps['p99']:9.0f}{steps['p99'] / steps['median']:11.3f}"
+            f"{steps['max'] / steps['median']:11.3f}{steps['mean']:9.0f}"
+            f"{record['batch'] / steps['mean'] * 1e6:10.0f}"
         )
     return "\n".join(lines)
 
@@ -51,8 +53,8 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=[64, 256])
     parser.add_argument("--layers", type=int, help="layers of the depth cut; 0: the whole model")
     parser.add_argument("--context", type=int, default=512, help="committed tokens a row at the start")
-    parser.add_argument("--steps", type=int, default=256, help="steps of a repeat, one dispatch")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=128, help="steps of a repeat, one dispatch")
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--buffer-length", type=int, default=16)
     parser.add_argument("--memory", type=float, default=130.0, help="GB for the processes of a batch")
     parser.add_argument("--jobs", type=int, default=1, help="batches that compile side by side")
