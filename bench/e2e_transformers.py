@@ -14,13 +14,14 @@ prompt here.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,16 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[list[float]]:
+    """Prints how long something took; its seconds are in the list afterwards."""
+    seconds: list[float] = []
+    began = time.perf_counter()
+    yield seconds
+    seconds.append(time.perf_counter() - began)
+    print(f"{what} in {seconds[0]:.1f} s", flush=True)
+
+
 def main() -> None:
     """Command line; prints a table last and writes the result file."""
     parser = argparse.ArgumentParser(
@@ -176,9 +187,10 @@ def main() -> None:
     head |= {"prompt_tokens": options.prompt_tokens}
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        with turn(options.lock):
+        with turn(options.lock), progress("random weights made and saved"):
             model = random_checkpoint(config, Path(folder), options.device)
-        loaded = rs.load(folder)
+        with progress("checkpoint loaded"):
+            loaded = rs.load(folder)
     rng = np.random.default_rng(0)
     for batch in map(int, options.batches.split(",")):
         prompts = rng.integers(3, loaded.vocab_size, (batch, options.prompt_tokens))
@@ -186,19 +198,14 @@ def main() -> None:
             "generate": ours(loaded, prompts, options.new_tokens),
             "peer:transformers": theirs(model, prompts),
         }
-        began = time.perf_counter()
-        rs.warmup(
-            loaded,
-            rows=batch,
-            longest_prompt=prompts.shape[1],
-            max_length=prompts.shape[1] + options.new_tokens,
-        )
-        compiling = time.perf_counter() - began
-        with turn(options.lock):
+        length = prompts.shape[1] + options.new_tokens
+        with progress(f"batch {batch} compiled") as compiling:
+            rs.warmup(loaded, rows=batch, longest_prompt=prompts.shape[1], max_length=length)
+        with turn(options.lock), progress(f"batch {batch} measured"):
             for generate in sides.values():
                 generate(2)
             made = records(sides, batch, options.new_tokens, options.repeats)
-        made[0]["warmup_s"] = round(compiling, 1)
+        made[0]["warmup_s"] = round(compiling[0], 1)
         rows += [head | row for row in made]
         print(table(rows), flush=True)
         result_file.write(
