@@ -89,21 +89,26 @@ def ours(loaded: rs.Loaded, prompts: np.ndarray, most: int) -> Generate:
     return generate
 
 
-def timed(generate: Generate, count: int) -> float:
-    """Seconds of one call."""
-    began = time.perf_counter()
-    generate(count)
-    return time.perf_counter() - began
+def timed(generate: Generate, count: int, lock: Path | None = None) -> float:
+    """Seconds of one call, in its turn on the device."""
+    with turn(lock):
+        began = time.perf_counter()
+        generate(count)
+        return time.perf_counter() - began
 
 
-def records(sides: dict[str, Generate], batch: int, new_tokens: int, repeats: int) -> list[dict]:
-    """A record a side: whole calls, and steps without prompts."""
+def records(
+    sides: dict[str, Generate], batch: int, new_tokens: int, repeats: int, lock: Path | None = None
+) -> list[dict]:
+    """A record a side, after a short call of each: whole calls, and steps without prompts."""
     long: dict[str, list[float]] = {side: [] for side in sides}
     short: dict[str, list[float]] = {side: [] for side in sides}
+    for generate in sides.values():
+        timed(generate, 2, lock)
     for _ in range(repeats):
         for side, generate in sides.items():
-            short[side].append(timed(generate, 1))
-            long[side].append(timed(generate, new_tokens))
+            short[side].append(timed(generate, 1, lock))
+            long[side].append(timed(generate, new_tokens, lock))
     made = []
     for side in sides:
         steps = [(a - b) / (new_tokens - 1) * 1e6 for a, b in zip(long[side], short[side], strict=True)]
@@ -187,7 +192,7 @@ def main() -> None:
     head |= {"prompt_tokens": options.prompt_tokens}
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        with turn(options.lock), progress("random weights made and saved"):
+        with progress("random weights made and saved"):
             model = random_checkpoint(config, Path(folder), options.device)
         with progress("checkpoint loaded"):
             loaded = rs.load(folder)
@@ -201,10 +206,8 @@ def main() -> None:
         length = prompts.shape[1] + options.new_tokens
         with progress(f"batch {batch} compiled") as compiling:
             rs.warmup(loaded, rows=batch, longest_prompt=prompts.shape[1], max_length=length)
-        with turn(options.lock), progress(f"batch {batch} measured"):
-            for generate in sides.values():
-                generate(2)
-            made = records(sides, batch, options.new_tokens, options.repeats)
+        with progress(f"batch {batch} measured"):
+            made = records(sides, batch, options.new_tokens, options.repeats, options.lock)
         made[0]["warmup_s"] = round(compiling[0], 1)
         rows += [head | row for row in made]
         print(table(rows), flush=True)
