@@ -76,13 +76,13 @@ def cases(names: Iterable[str], batches: Iterable[int], peers: bool) -> list[Cas
     for batch in others:
         for name in main:
             add(name, ("replay", "eager"), batch=batch)
-    for batch in others:
-        for name in main:
-            add(name, of(name, LEADING), batch=batch)
     for name in main:
         for buffer_length in (8, 32):
             add(name, ("replay",), batch=first, buffer_length=buffer_length)
         add(name, of(name, ("vllm", "vllm-replay", "authors-replay")), batch=first, state="bf16")
+    for batch in others:
+        for name in main:
+            add(name, of(name, LEADING), batch=batch)
     return listed
 
 

@@ -1,0 +1,112 @@
+"""The claims ledger: it is what the result files give, and its figures are ratios of the right records."""
+
+import pytest
+
+from bench import claims, result_file
+
+HEAD = {"commit": "abc", "command": "python -m bench.x", "device": "gpu NVIDIA H200, 1 device(s)"}
+
+
+def kernel(method, time, **fields):
+    return {
+        "shape": "super", "batch": 256, "method": method, "op": "decode", "state": "fp32", "window": 1,
+        "phases": "random" if "replay" in method else "synchronised", "buffer_length": 16, "time_us": time,
+        "floor_us": 200.0, "bytes": 1_000_000_000,
+    } | fields  # fmt: skip
+
+
+def decode(method, time, **fields):
+    return {
+        "shape": "nano-4b", "layers": 42, "depth_cut": False, "batch": 256, "method": method, "op": "decode",
+        "context": 288, "phases": "random", "time_us": time, "cache_bytes": 1000,
+    } | fields  # fmt: skip
+
+
+def speculative(method, rate, window=4):
+    return {
+        "shape": "nano-4b", "depth_cut": False, "batch": 256, "method": method, "op": "verify",
+        "window": window, "buffer_length": 16, "tokens_per_second": rate, "cache_bytes": 5_000_000_000,
+        "aliased_bytes": 5_000_001_024,
+    }  # fmt: skip
+
+
+def rows(method, count):
+    return {"shape": "nano-4b", "method": method, "op": "concurrency", "window": 4, "rows": count}
+
+
+RESULTS = {
+    "kernel_decode": HEAD
+    | {
+        "bench": "bench.kernel_decode",
+        "records": [
+            kernel("replay", 250.0, error=0.002, state_error=1e-7),
+            kernel("replay", 900.0, batch=1, error=0.003, state_error=2e-7),
+            kernel("replay", 240.0, op="nonflush"),
+            kernel("replay", 60.0, op="nonflush", state="nvfp4", error=0.1, state_error=0.1),
+            kernel("eager", 500.0, bytes=2_000_000_000),
+            kernel("peer:vllm", 505.0, bytes=2_000_000_000),
+            kernel("peer:mamba-ssm", 510.0, bytes=2_000_000_000),
+        ],
+    },
+    "whole": HEAD
+    | {
+        "bench": "bench.e2e_decode_speedup",
+        "records": [
+            decode("eager", 15.0),
+            decode("replay", 10.0, cache_bytes=1100),
+            decode("eager", 5.0, batch=1),
+            decode("replay", 4.0, batch=1),
+            *(decode("eager", 9.0, batch=64, depth_cut=True, context=c) for c in (100, 1000, 10_000)),
+            *(decode("replay", 6.0, batch=64, depth_cut=True, context=c) for c in (100, 1000, 10_000)),
+        ],
+    },
+    "speculative": HEAD
+    | {
+        "bench": "bench.e2e_spec_decode_throughput",
+        "records": [
+            speculative("replay", 300.0),
+            speculative("conventional", 150.0),
+            speculative("eager", 200.0, window=1),
+            rows("replay", 30),
+            rows("conventional", 10),
+        ],
+    },
+}
+FIGURES = {
+    "C1": "super: 0.50 of eager's bytes, in 1.25 times their least time",
+    "C2": "RMS ratio to a float64 loop: states at most 2.0e-07, bfloat16 outputs at most 3.0e-03 "
+    "(their rounding)",
+    "C3": "super 2.02x (vllm)",
+    "C4": "nano-4b batch 256: 1.50x",
+    "C5": "nano-4b batch 1: 1.25x",
+    "C7": "nano-4b, 42 layers, batch 64: 1.50x at 100, 1.50x at 1,000, 1.50x at 10,000",
+    "C8": "nano-4b batch 256: 2.00x (1.50x over plain eager)",
+    "C9": "nano-4b batch 256: 0 of 5.0 GB of cache copied; nano-4b: 3.00 times the rows fit",
+    "C10": "super nvfp4 4.00x",
+    "C16": "nano-4b: cache 10.0 % larger (context 288)",
+}
+
+
+def test_the_committed_ledger_is_what_the_result_files_give():
+    committed = (result_file.RESULTS.parent / "CLAIMS.md").read_text()
+    assert committed == claims.document(claims.load()), "run python -m bench.claims"
+
+
+def test_every_claim_has_a_row_and_without_results_it_is_open():
+    table = [line for line in claims.document({}).splitlines() if line.startswith("| C")]
+    assert [line.split(" | ")[0] for line in table] == [f"| C{n}" for n in range(1, 17)]
+    assert all(line.endswith("| open |  |  |") for line in table)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_follow_from_records(name):
+    (claim,) = (claim for claim in claims.CLAIMS if claim.name == name)
+    answer = claim.answer(RESULTS)
+    assert answer is not None
+    assert answer.figure == FIGURES[name]
+
+
+def test_the_document_names_the_command_of_every_file_it_uses():
+    text = claims.document(RESULTS)
+    for name in RESULTS:
+        assert f"- `{name}` (commit abc): `python -m bench.x`" in text
