@@ -1,0 +1,54 @@
+"""Tables of the README from result files.
+
+A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`; the names are those of
+`tables`. A table without records keeps what the README has.
+
+    python -m bench.readme
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from bench import e2e_report, kernel_report, result_file
+
+README = result_file.RESULTS.parent.parent / "README.md"
+BLOCK = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+
+
+def tables(folder: Path = result_file.RESULTS) -> dict[str, str]:
+    """The tables by name, of the result files in a folder."""
+    files = sorted(folder.glob("*.json"))
+    kernels = e2e_report.read(files, "bench.kernel_decode")
+    decode = e2e_report.read(files, "bench.e2e_decode_speedup")
+    peer = e2e_report.read(files, "bench.e2e_transformers")
+    made = {
+        "kernels": (kernel_report.headline, kernels),
+        "kernels-by-batch": (kernel_report.by_batch, kernels),
+        "kernels-by-window": (kernel_report.by_window, kernels),
+        "kernels-by-format": (kernel_report.by_format, kernels),
+        "whole-models": (e2e_report.steps, decode),
+        "compile-times": (e2e_report.compile_times, decode),
+        "transformers": (e2e_report.generation, peer),
+    }
+    return {name: table(records) for name, (table, records) in made.items() if records}
+
+
+def filled(text: str, made: dict[str, str]) -> str:
+    """The text with its tables replaced by those of the same name."""
+
+    def table(match: re.Match) -> str:
+        return f"{match[1]}\n{made[match['name']]}\n\n" if match["name"] in made else match[0]
+
+    return BLOCK.sub(table, text)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.parse_args()
+    README.write_text(filled(README.read_text(), tables()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Tables of the README are what the result files give."""
+
+from bench import readme
+
+
+def test_the_committed_readme_has_the_tables_of_the_result_files():
+    text = readme.README.read_text()
+    assert readme.filled(text, readme.tables()) == text, "run python -m bench.readme"
+    assert {match["name"] for match in readme.BLOCK.finditer(text)} >= {"kernels", "kernels-by-batch"}
+
+
+def test_only_tables_that_are_made_are_replaced():
+    text = "a\n<!-- table x -->\n\nold\n\n<!-- end of table -->\nb\n<!-- table y -->\nkept\n<!-- end of table -->\n"
+    wanted = text.replace("old", "| new |\n| --- |")
+    assert readme.filled(text, {"x": "| new |\n| --- |", "z": "other"}) == wanted
