@@ -19,8 +19,9 @@ PEERS = {
     "mamba2": ("vllm", "vllm-replay", "authors-replay", "mamba-ssm", "flashinfer", "flashinfer-replay"),
     "gated_delta": ("vllm", "fla", "authors-replay"),
 }
-# Peers that are also timed at other batches than 256.
+# Peers that are also timed at other batches than 256, and at which.
 LEADING = ("vllm", "vllm-replay", "authors-replay", "fla")
+LEADING_BATCHES = (1, 16, 64, 128, 256, 512, 1024)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def cases(names: Iterable[str], batches: Iterable[int], peers: bool) -> list[Cas
         for buffer_length in (8, 32):
             add(name, ("replay",), batch=first, buffer_length=buffer_length)
         add(name, of(name, ("vllm", "vllm-replay", "authors-replay")), batch=first, state="bf16")
-    for batch in others:
+    for batch in (batch for batch in others if batch in LEADING_BATCHES):
         for name in main:
             add(name, of(name, LEADING), batch=batch)
     return listed

@@ -10,6 +10,7 @@ def test_the_committed_readme_has_the_tables_of_the_result_files():
 
 
 def test_only_tables_that_are_made_are_replaced():
-    text = "a\n<!-- table x -->\n\nold\n\n<!-- end of table -->\nb\n<!-- table y -->\nkept\n<!-- end of table -->\n"
-    wanted = text.replace("old", "| new |\n| --- |")
-    assert readme.filled(text, {"x": "| new |\n| --- |", "z": "other"}) == wanted
+    blocks = "".join(f"<!-- table {name} -->\n\n{name}\n\n<!-- end of table -->\nb\n" for name in "vw")
+    text = f"a\n{blocks}"
+    made = {"v": "| new |\n| --- |", "x": "other"}
+    assert readme.filled(text, made) == text.replace("\nv\n", "\n| new |\n| --- |\n")
