@@ -93,19 +93,44 @@ def generation(records: Sequence[dict]) -> str:
     return rows_of_table([*header, "ratio without prompts"], rows)
 
 
-def tables(paths: Sequence[Path]) -> list[str]:
-    """The tables of the README that these result files give."""
-    decode = read(paths, "bench.e2e_decode_speedup")
-    peer = read(paths, "bench.e2e_transformers")
-    made = [steps(decode), compile_times(decode)] if decode else []
-    return made + ([generation(peer)] if peer else [])
+def verification(records: Sequence[dict], window: int = 4) -> str:
+    """Milliseconds of plain steps and of steps of T tokens of whole models, L = 16, with ratios of tokens a
+    second."""
+    columns = (("eager", 1), ("replay", 1), ("replay", window), ("conventional", window))
+    found: dict[tuple[str, int], dict[tuple[str, int], dict]] = {}
+    for record in records:
+        if record["op"] != "concurrency" and not record["depth_cut"] and record["buffer_length"] == 16:
+            place = record["shape"], record["batch"]
+            found.setdefault(place, {})[record["method"], record["window"]] = record
+    rows = []
+    for (shape, batch), steps_of in sorted(found.items()):
+        cells = [f"{steps_of[c]['time_us'] / 1e3:.1f}" if c in steps_of else "-" for c in columns]
+        rates = {column: record["tokens_per_second"] for column, record in steps_of.items()}
+        for base in (("eager", 1), ("conventional", window)):
+            known = base in rates and ("replay", window) in rates
+            cells.append(f"{rates['replay', window] / rates[base]:.2f}" if known else "-")
+        rows.append([NAMES.get(shape, shape), str(batch), *cells])
+    header = ["model", "batch", "eager", "replay", f"replay T = {window}", f"conventional T = {window}"]
+    header += [f"T = {window} tokens/s over eager", "over conventional"]
+    return rows_of_table(header, rows)
+
+
+def tables(paths: Sequence[Path]) -> dict[str, str]:
+    """The tables of the README that these result files give, by name."""
+    made = {
+        "whole-models": (steps, read(paths, "bench.e2e_decode_speedup")),
+        "compile-times": (compile_times, read(paths, "bench.e2e_decode_speedup")),
+        "transformers": (generation, read(paths, "bench.e2e_transformers")),
+        "verification": (verification, read(paths, "bench.e2e_spec_decode_throughput")),
+    }
+    return {name: table(records) for name, (table, records) in made.items() if records}
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+")
-    print(*tables(parser.parse_args().results), sep="\n\n")
+    print(*tables(parser.parse_args().results).values(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -107,11 +107,6 @@ def by_window(records: list[dict], batch: int = 256) -> str:
     return rows_of_table(["shape", "T = 2", "T = 4", "T = 8", "T = 4, peer", "over the peer"], rows)
 
 
-def tables(records: list[dict]) -> list[str]:
-    """The tables of the README."""
-    return [headline(records), by_batch(records), by_window(records), by_format(records)]
-
-
 def by_format(records: list[dict], batch: int = 256) -> str:
     """Microseconds of a step in which no row flushes, by tokens a step and by format of the state."""
     columns = [(1, "fp32"), (2, "fp32"), (4, "fp32"), (8, "fp32"), (1, "bf16"), (1, "fp16")]
@@ -136,12 +131,18 @@ def by_format(records: list[dict], batch: int = 256) -> str:
     return rows_of_table(["shape", *(f"T = {window}, {state}" for window, state in columns)], rows)
 
 
+def tables(records: list[dict]) -> dict[str, str]:
+    """The tables of the README, by name."""
+    made = {"": headline, "-by-batch": by_batch, "-by-window": by_window, "-by-format": by_format}
+    return {f"kernels{name}": table(records) for name, table in made.items()} if records else {}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("result", type=Path)
     records = json.loads(parser.parse_args().result.read_text())["records"]
-    print(*tables(records), sep="\n\n")
+    print(*tables(records).values(), sep="\n\n")
 
 
 if __name__ == "__main__":

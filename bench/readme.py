@@ -1,7 +1,7 @@
 """Tables of the README from result files.
 
-A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`; the names are those of
-`tables`. A table without records keeps what the README has.
+A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`; `bench.kernel_report` and
+`bench.e2e_report` give the names. A table without records stays as it is.
 
     python -m bench.readme
 """
@@ -20,18 +20,7 @@ def tables(folder: Path = result_file.RESULTS) -> dict[str, str]:
     """The tables by name, of the result files in a folder."""
     files = sorted(folder.glob("*.json"))
     kernels = e2e_report.read(files, "bench.kernel_decode")
-    decode = e2e_report.read(files, "bench.e2e_decode_speedup")
-    peer = e2e_report.read(files, "bench.e2e_transformers")
-    made = {
-        "kernels": (kernel_report.headline, kernels),
-        "kernels-by-batch": (kernel_report.by_batch, kernels),
-        "kernels-by-window": (kernel_report.by_window, kernels),
-        "kernels-by-format": (kernel_report.by_format, kernels),
-        "whole-models": (e2e_report.steps, decode),
-        "compile-times": (e2e_report.compile_times, decode),
-        "transformers": (e2e_report.generation, peer),
-    }
-    return {name: table(records) for name, (table, records) in made.items() if records}
+    return kernel_report.tables(kernels) | e2e_report.tables(files)
 
 
 def filled(text: str, made: dict[str, str]) -> str:

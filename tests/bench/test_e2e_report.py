@@ -58,7 +58,7 @@ def files(tmp_path):
 
 
 def test_tables_pair_the_methods(files):
-    steps, compiled, generation = (table.splitlines()[2:] for table in e2e_report.tables(files))
+    steps, compiled, generation = (table.splitlines()[2:] for table in e2e_report.tables(files).values())
     assert len(steps) == 5
     assert steps[1] == (
         "| Nemotron-3-Nano-4B | 42 | 256 | 288 | random | 15.00 | 10.00 | 1.50 | 25,600 | 33 % | 50 % |"
@@ -66,6 +66,19 @@ def test_tables_pair_the_methods(files):
     assert steps[2].startswith("| Nemotron-3-Nano-4B | 10 (cut) | 64 | 288 | random | 1.00 | 0.80 | 1.25 |")
     assert compiled == ["| Nemotron-3-Nano-4B | replay | 256 | 20 | 6 |"]
     assert generation == ["| Qwen3.5-4B | 32 | 1 | 64 | 200 | 20 | 10.0 | 12.5 |"]
+
+
+def test_verification_compares_tokens_a_second():
+    common = {"shape": "nano-4b", "depth_cut": False, "batch": 8, "buffer_length": 16, "op": "verify"}
+    records = [
+        common | {"method": "eager", "window": 1, "time_us": 2000.0, "tokens_per_second": 10.0},
+        common | {"method": "replay", "window": 4, "time_us": 3000.0, "tokens_per_second": 15.0},
+        common
+        | {"method": "replay", "window": 4, "time_us": 1.0, "tokens_per_second": 1.0, "buffer_length": 32},
+        common | {"op": "concurrency", "method": "conventional", "window": 4, "rows": 3},
+    ]
+    (line,) = e2e_report.verification(records).splitlines()[2:]
+    assert line == "| Nemotron-3-Nano-4B | 8 | 2.0 | - | 3.0 | - | 1.50 | - |"
 
 
 def test_curves_of_whole_models():
