@@ -4,9 +4,9 @@ All four methods (`replay` and `conventional` with a window of T tokens, plain `
 published model with random weights, in processes of their own, at equal acceptance: counts drawn from the
 histogram whose drafts are accepted at one rate, which `--mean-accepted` fixes for T = 4. A step is the
 verification of T tokens and the choice of the next; no drafter runs (with a real one its cost is the same for
-both speculative methods). Whole models at T = 4 and the batches of `--full-batches`; everything else on a cut
-of `--layers` layers, whose records have `depth_cut`: the head weighs more there. `concurrency` records tell
-how many rows fit into `--memory`.
+both speculative methods). Whole models at T = 4 and the batches of `--full-batches`; `--windows` at all
+`--batches` on a cut of `--layers` layers, whose records have `depth_cut`: the head weighs more there.
+`concurrency` records tell how many rows fit into `--memory`.
 
     python -m bench.e2e_spec_decode_throughput --model nano-4b --commit HASH
 """
@@ -23,7 +23,7 @@ from bench.roofline import committed, draft_rate
 
 
 def points(base: Setting, batch: int, window: int, rate: float) -> list[Setting]:
-    """The four methods at one batch and window."""
+    """The four methods at one batch and window; the plain ones come last."""
     speculative = {"window": window, "mean_accepted": committed(window, rate)}
     changes = (
         {"method": "replay", **speculative},
@@ -50,10 +50,11 @@ def plan(options: argparse.Namespace) -> list[Task]:
     settings = []
     for batch in options.full_batches:
         settings += points(base, batch, 4, rate)
-    for batch in options.batches:
-        settings += points(cut, batch, 4, rate)
     for window in options.windows:
-        settings += points(cut, max(options.batches, default=256), window, rate)[:2]
+        for batch in options.batches:
+            settings += points(cut, batch, window, rate)[:2]
+    for batch in options.batches:
+        settings += points(cut, batch, 4, rate)[2:] if options.plain else []
     tasks = [Task(setting=setting) for setting in settings]
     if options.concurrency:
         memory = {"memory": round(options.memory * 1e9), "max_length": options.max_length}
@@ -94,9 +95,12 @@ def main() -> None:
 
     parser.add_argument("--model", default="nano-4b", choices=CUT_LAYERS)
     parser.add_argument("--full-batches", type=numbers, default=[256, 512], help="batches of the whole model")
-    parser.add_argument("--batches", type=numbers, default=[1, 8, 64, 256], help="batches of the depth cut")
     parser.add_argument(
-        "--windows", type=numbers, default=[2, 8], help="further T at the largest of --batches"
+        "--batches", type=numbers, default=[1, 16, 64, 128, 256, 512], help="batches of the depth cut"
+    )
+    parser.add_argument("--windows", type=numbers, default=[4, 2, 8], help="T of the depth cut")
+    parser.add_argument(
+        "--plain", action=argparse.BooleanOptionalAction, default=True, help="plain decoding of the cut too"
     )
     parser.add_argument("--layers", type=int, help="layers of the depth cut")
     parser.add_argument("--mean-accepted", type=float, default=3.0, help="tokens committed a step at T = 4")

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from replayssm_jax.few_rows import dot_general
+
 
 class Embedding(nnx.Module):
     """A (vocabulary, hidden) matrix: looks tokens up, or scores hidden states against every row."""
@@ -21,7 +23,7 @@ class Embedding(nnx.Module):
 
     def scores(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
         """Inner products with every row, accumulated and returned in float32."""
-        return jax.lax.dot_general(
+        return dot_general(
             hidden,
             self.weight[...],
             (((hidden.ndim - 1,), (1,)), ((), ())),

@@ -8,10 +8,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from replayssm_jax.few_rows import dot_general
+
 
 def bias_free(inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs) -> nnx.Linear:
     """A linear layer without bias, computed in its parameters' dtype."""
-    return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=False,
+        dtype=dtype,
+        param_dtype=dtype,
+        dot_general=dot_general,
+        rngs=rngs,
+    )
 
 
 def relu2(x: Float[Array, "..."]) -> Float[Array, "..."]:

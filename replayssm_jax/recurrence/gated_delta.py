@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from replayssm_jax.recurrence.layout import (
     add_products,
+    by_token,
     einsum,
     heads_first,
     per_head,
@@ -213,8 +214,13 @@ def window(
     live = jnp.where(age[:, :, None] <= last[:, -1:, None], ring.log_decay, 0.0)
     decay = jnp.exp(prefix_sum(heads_first(at_slots(live, jnp.mod(start[:, None] + ages, slots), 1))))
     z = at_slots(decay, last, 2)[..., None] * per_head(q, count)
-    z = z - weigh_slots(c * at_slots(decay, age, 2)[:, :, None, :], ring.k, k.shape[3])
-    outputs = weigh_slots(c, ring.v, head_dim) + read_state(checkpoint, z)
+    removed = c * at_slots(decay, age, 2)[:, :, None, :]
+
+    def read(c: Array, z: Array, removed: Array) -> Float32[Array, "B H T V"]:
+        z = z - weigh_slots(removed, ring.k, k.shape[3])
+        return weigh_slots(c, ring.v, head_dim) + read_state(checkpoint, z)
+
+    outputs = by_token(read, c, z, removed)
     return jnp.moveaxis(outputs, 2, 1)
 
 

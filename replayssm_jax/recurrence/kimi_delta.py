@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from replayssm_jax.recurrence.layout import add_products, einsum, heads_first, read_state, weigh_slots
+from replayssm_jax.recurrence.layout import (
+    add_products,
+    by_token,
+    einsum,
+    heads_first,
+    read_state,
+    weigh_slots,
+)
 from replayssm_jax.recurrence.segment import (
     at_slots,
     causal,
@@ -186,7 +193,11 @@ def window(
 
     q = reader.astype(jnp.float32)
     z, coefficients = jax.lax.fori_loop(0, slots, older, (q, jnp.zeros((*q.shape[:3], slots), jnp.float32)))
-    outputs = weigh_slots(coefficients, ring.v, ring.v.shape[3]) + read_state(checkpoint, z)
+
+    def read(coefficients: Array, z: Array) -> Float32[Array, "B H T V"]:
+        return weigh_slots(coefficients, ring.v, ring.v.shape[3]) + read_state(checkpoint, z)
+
+    outputs = by_token(read, coefficients, z)
     return jnp.moveaxis(outputs, 2, 1)
 
 

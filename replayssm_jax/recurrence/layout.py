@@ -1,10 +1,13 @@
 """From the stored layouts to arithmetic by head, [B, H, ...]; head h belongs to group h // (H/G)."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
+
+from replayssm_jax.few_rows import MOST_ROWS
 
 einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -46,6 +49,25 @@ def read_state(
 ) -> Float32[Array, "B H T V"]:
     """Returns the state times every reader. The state is never reshaped: on a CPU that would copy it."""
     return einsum("bhtk,bhvk->bhtv", readers, state)
+
+
+def by_token(
+    read: Callable[..., Float32[Array, "B H T V"]], *fields: Float32[Array, "B H T ..."]
+) -> Float32[Array, "B H T V"]:
+    """Returns read(*fields), where no token's output depends on another token.
+
+    A CPU takes the few tokens of a window one by one: XLA's loops over channels and its products of a matrix
+    and a vector are fast there for one token, and for several slower than as many of one.
+    """
+    if not 1 < fields[0].shape[2] <= MOST_ROWS:
+        return read(*fields)
+
+    def one_by_one(*fields: Array) -> Array:
+        tokens = [jnp.moveaxis(field, 2, 0)[:, :, :, None] for field in fields]
+        outputs = jax.lax.map(lambda token: read(*token), tokens)
+        return jnp.moveaxis(outputs[:, :, :, 0], 0, 2)
+
+    return jax.lax.platform_dependent(*fields, cpu=one_by_one, default=read)
 
 
 def add_products(

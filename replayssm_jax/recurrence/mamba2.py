@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from replayssm_jax.recurrence.layout import (
     add_products,
+    by_token,
     einsum,
     heads_first,
     per_head,
@@ -170,9 +171,13 @@ def window(
     scores = at_slots(einsum("bgtk,bgrk->bgtr", c, ring.b.astype(jnp.float32)), order, 3)
     weights = dt * jnp.exp(a[..., None] * later) * per_head(scores, count)
     weights = jnp.where(seen[:, None], weights, 0.0) + jnp.where(current[:, None], d[..., None], 0.0)
-    outputs = weigh_slots(at_slots(weights, slot_age(start, slots), 3), ring.x, head_dim)
     decay = jnp.exp(a * (later[..., 0] + dt[..., 0]))
-    outputs = outputs + decay[..., None] * read_state(checkpoint, per_head(c, count))
+
+    def read(weights: Array, decay: Array, c: Array) -> Float32[Array, "B H T V"]:
+        return weigh_slots(weights, ring.x, head_dim) + decay[..., None] * read_state(checkpoint, c)
+
+    weights = at_slots(weights, slot_age(start, slots), 3)
+    outputs = by_token(read, weights, decay, per_head(c, count))
     return jnp.moveaxis(outputs, 2, 1)
 
 
