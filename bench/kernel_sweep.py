@@ -17,7 +17,7 @@ from pallas_kernels.launch import LaunchParameters
 
 # Values worth trying on a chip of 132 multiprocessors; a field that the kernels no longer have is skipped.
 WINDOW = {"ctas": (132, 264), "stages": (2, 4), "granule": (4, 8), "beside": (0, 1)}
-FLUSH = {"flush_ctas": (132, 264, 396, 528)}
+FLUSH = {"flush_workers": (2, 3, 4)}
 
 
 def combinations(fields: set[str]) -> list[tuple[tuple[str, int], ...]]:

@@ -37,22 +37,13 @@ def fours(numbers: list) -> list:
     return [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
 
 
-class Products:
-    """Products of a warp's 16 rows with the keys of up to 16 tokens, by its lanes.
+class Fragments:
+    """Left operands of products in float32 precision, by the lanes of a warp: g = row, q = quad."""
 
-    rows[p][half]: four columns from 16 p + 4 q on of row g + 8 half. slot(token): row of a token in the
-    buffer of keys [slots, K]. A product over tokens is [n][rows g, g, g + 8, g + 8] for tokens 8 n + 2 q and
-    8 n + 2 q + 1.
-    """
-
-    def __init__(self, ops: Any, keys: Any, slot: Callable[[Any], Any]) -> None:
-        self.ops, self.keys = ops, keys
-        self.row, self.quad, self.token = ops.lane // 4, ops.lane & 3, ops.lane & (BLOCK - 1)
+    def __init__(self, ops: Any) -> None:
+        self.ops = ops
+        self.row, self.quad = ops.lane // 4, ops.lane & 3
         self.zero = ops.low(self.quad & 0)
-        # The tokens of a product over tokens that this lane holds, for each row.
-        self.tokens = [self.quad * 2 + offset for offset in (0, 1, 8, 9)]
-        self.slots = [slot(token) for token in self.tokens]
-        self._key_slots = [slot(self.row + 8 * tile) for tile in range(2)]
 
     def split(self, pairs: list) -> list:
         """Three lists of packed bfloat16 that add up to the pairs of float32, largest first."""
@@ -69,6 +60,27 @@ class Products:
         """Left operands, one a part, of 16 columns of rows g and g + 8."""
         return self.split([tuple(top[:2]), tuple(bottom[:2]), tuple(top[2:]), tuple(bottom[2:])])
 
+    def joined(self, sums: list) -> list:
+        """Sums over parts, small ones first."""
+        return [[functools.reduce(operator.add, x[::-1]) for x in zip(*parts, strict=True)] for parts in sums]
+
+
+class Products(Fragments):
+    """Products of a warp's 16 rows with the keys of up to 16 tokens, by its lanes.
+
+    rows[p][half]: four columns from 16 p + 4 q on of row g + 8 half. slot(token): row of a token in the
+    buffer of keys [slots, K]. A product over tokens is [n][rows g, g, g + 8, g + 8] for tokens 8 n + 2 q and
+    8 n + 2 q + 1.
+    """
+
+    def __init__(self, ops: Any, keys: Any, slot: Callable[[Any], Any]) -> None:
+        super().__init__(ops)
+        self.keys, self.token = keys, ops.lane & (BLOCK - 1)
+        # The tokens of a product over tokens that this lane holds, for each row.
+        self.tokens = [self.quad * 2 + offset for offset in (0, 1, 8, 9)]
+        self.slots = [slot(token) for token in self.tokens]
+        self._key_slots = [slot(self.row + 8 * tile) for tile in range(2)]
+
     def project(self, p: Any, left: list, sums: list, gram: list) -> tuple[list, list]:
         """Adds columns 16 p .. 16 p + 15 of rows x keys^T, sums [n][part], and of keys x keys^T, gram [n]."""
         ops = self.ops
@@ -84,10 +96,6 @@ class Products:
         """The sums of `project` before the first columns."""
         four = [self.zero] * 4
         return [[four] * parts] * 2, [four] * 2
-
-    def joined(self, sums: list) -> list:
-        """Sums over parts, small ones first."""
-        return [[functools.reduce(operator.add, x[::-1]) for x in zip(*parts, strict=True)] for parts in sums]
 
     def parts(self, columns: list) -> list:
         """Left operands of columns over tokens."""
@@ -199,52 +207,8 @@ class Warp(Products):
         return [self.add(p, scaled(halves, [total, total]), parts) for p, halves in enumerate(self.rows)]
 
 
-def readouts(ops: Any, rows: list, key: Any, reader: Any, *, with_key: bool) -> list:
-    """Of rows g and g + 8: x reader, key . reader and, with_key, rows x key; vectors [K] of bfloat16."""
-    quad = ops.lane & 3
-    zero = ops.low(quad & 0)
-    sums = [[zero, zero], [zero, zero]]
-    product = zero
-    for p, halves in enumerate(rows):
-        words = [ops.quad(vector, quad * 0, quad * 4 + 16 * p) for vector in (reader, key)]
-        columns = [[f(w) for w in pair for f in (ops.low, ops.high)] for pair in words]
-        for i in range(4):
-            for pair, column in zip(sums[: 1 + with_key], columns, strict=False):
-                pair[:] = [ops.fma(four[i], column[i], s) for four, s in zip(halves, pair, strict=True)]
-            product = ops.fma(columns[0][i], columns[1][i], product)
-    from_reader, from_key = sums
-    return [
-        [ops.quad_sum(x) for x in pair] for pair in (from_reader, [product] * 2, from_key)[: 2 + with_key]
-    ]
-
-
-def read_block(
-    plgpu: Any, layout: Any, state: jax.Array, key: Any, reader: Any, *, with_key: bool
-) -> tuple[jax.Array, ...]:
-    """`readouts` of a state tile, [64] each, from references to key and reader in shared memory."""
-    from jax.experimental.mosaic.gpu import FragmentedArray
-
-    from pallas_kernels.lanes import Lanes, repack, unpack
-
-    rows = layout.reduce(1)
-    shape = plgpu.ShapeDtypeStruct((state.shape[0],), jnp.float32, layout=rows)
-    ref = plgpu.RefType()
-
-    @plgpu.inline_mgpu(arg_types=(layout, ref, ref), return_type=(shape,) * (2 + with_key))
-    def read(_, tile, key, reader):
-        target = rows.to_mgpu()
-        results = []
-        for pair in readouts(Lanes(), _rows(unpack(tile.registers.flat)), key, reader, with_key=with_key):
-            sums = repack([[x] for x in pair])
-            registers = tile.registers.flat[: len(sums)].reshape(target.registers_shape(tile.shape[:1]))
-            registers.flat[:] = sums
-            results.append(FragmentedArray(_registers=registers, _layout=target, _is_signed=None))
-        return tuple(results)
-
-    return read(state, key, reader)
-
-
-def _rows(flat: list) -> list:
+def tile_rows(flat: list) -> list:
+    """A lane's registers of a tile as [p][row g, row g + 8]."""
     return [flat[2 * p : 2 * p + 2] for p in range(len(flat) // 2)]
 
 
@@ -291,7 +255,7 @@ def fold_block(
         head = column + ((row + ops.warp * BLOCK) // head_dim - row // head_dim)
         warp = Warp(
             ops,
-            _rows(unpack(tile.registers.flat)),
+            tile_rows(unpack(tile.registers.flat)),
             (values, keys, scalars),
             keys.type.shape[0],
             (begin, oldest, length),

@@ -1,12 +1,9 @@
-"""Kernels that rewrite the state: the flush of a ring and the eager decode step, one 64-row tile at a time in
-registers.
-
-A flush folds the committed tokens, stores the tile and then continues with the call's tokens without storing;
-an eager step has no history and stores after every token, into the slot of its position where several states
-a row are kept.
-"""
+"""The flush: folds a row's committed tokens into its checkpoint, one 64-row tile at a time in registers, and
+makes the outputs of the call's tokens from the tile as stored."""
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.blocks import BLOCK, Fold, block_layout, fold_block, read_block
+from pallas_kernels.blocks import BLOCK, Fold, block_layout, fold_block
 from pallas_kernels.launch import TILE, flushes_beside, mosaic_gpu
+from pallas_kernels.new_tokens import write_outputs
 from pallas_kernels.pipeline import (
-    SM_SHARED_BYTES,
+    CTA_SHARED_BYTES,
     SMS,
     Geometry,
     Operands,
@@ -29,6 +27,7 @@ from pallas_kernels.pipeline import (
     shared_bytes,
     tiled_layout,
 )
+from pallas_kernels.readout import store_row
 
 
 def state_layout(plgpu: Any) -> Any:
@@ -60,16 +59,20 @@ class TokenRule:
     old state times the reader [64], key . reader and, reads_key, the old state times the key. history(tile,
     state, length, read, read_scalars) -> state folds the committed tokens: read(j) gives value, key and
     scalars of the j-th, read_scalars(j) the scalars alone (a scalar each, or [64] where a tile holds several
-    heads). block folds up to 16 of them at once, in the lanes of a warp.
+    heads). block folds up to 16 of them at once, in the lanes of a warp; factors(ops, constants, scalars)
+    gives a lane decay and rate of a token: u = rate (value - decay old state x key) or, without reads_key,
+    rate x value. skip: the head constant that weighs a token's own value in its output.
     """
 
     token: Callable[..., jax.Array]
     read: Callable[..., jax.Array]
     history: Callable[..., jax.Array]
     block: Fold
+    factors: Callable[..., tuple]
     reads_key: bool
     scalars: int
     head_constants: int
+    skip: int | None = None
 
 
 def one_by_one(token: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -88,34 +91,82 @@ def one_by_one(token: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return history
 
 
-def fold_tiles(
+def of_rows(
+    plgpu: Any, layout: Any, geo: Geometry, part: jax.Array, head: jax.Array, pick: Callable
+) -> jax.Array:
+    """pick(0), the scalar of a tile's first head, or [64] values where the tile holds rows of several heads.
+
+    part: the tile's place in its group; head: its first one in the group; pick(k): scalar of the k-th.
+    """
+    result = pick(jnp.int32(0))
+    if geo.tile_heads == 1:
+        return result
+    rows = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
+    row_head = lax.div(part * TILE + rows, geo.head_dim)
+    result = jnp.full((TILE,), result, jnp.float32)
+    for k in range(1, geo.tile_heads):
+        here = pick(jnp.minimum(head + k, geo.group_heads - 1) - head)
+        result = jnp.where(row_head >= head + k, jnp.full((TILE,), here, jnp.float32), result)
+    return result
+
+
+def claim(plgpu: Any, counts: Any, last: jax.Array) -> jax.Array:
+    """int32 [128] whose first element is counts[2], which then moves on, back to 0 after `last`.
+
+    Each thread holds an element. The value arrives while the thread goes on, until it is used.
+    """
+    from jax.experimental.mosaic.gpu import FragmentedArray, utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
+
+    from pallas_kernels.lanes import Lanes, first_element
+
+    layout = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout),
+        return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=layout),
+    )
+    def take(_, counts, last):
+        ops, i32 = Lanes(), ir.IntegerType.get_signless(32)
+        first = ops.equal(ops.warp * 32 + ops.lane, 0)
+        place = utils.getelementptr(utils.memref_ptr(counts), [arith.constant(i32, 2)], i32)
+        ticket = llvm.inline_asm(
+            i32,
+            [place, first_element(last).raw, first.raw],
+            "mov.u32 $0, 0; @$3 atom.global.inc.u32 $0, [$1], $2;",
+            "=&r,l,r,b",
+            has_side_effects=True,
+        )
+        return FragmentedArray.splat(ticket, (128,), layout.to_mgpu(), is_signed=True)
+
+    return take(counts, last)
+
+
+def flush_tiles(
     rule: TokenRule,
     geometry: Geometry,
     operands: Operands,
-    ctas: int,
+    workers: int,
     *,
-    history: bool,
-    states: int = 1,
     beside: bool = False,
     counter: Any = None,
     interpret: Any = None,
 ) -> None:
-    """Outputs of the flushing rows into operands.out; rewrites their state tiles in place.
+    """Folds the rings of the flushing rows into operands.state, a reference, and makes their outputs.
 
-    operands.state is a reference [states*B*G*tiles, 64, K]. history: fold the ring first and store then (a
-    flush). Without it the rings are not touched, and the state after position p is stored in slot p mod
-    `states` (an eager step from position `start`, at most `states` tokens).
+    workers: warpgroups of a CTA, at most, each with its own tiles; a CTA a multiprocessor. All of them in one
+    CTA make the compiler keep to the registers that let so many run.
     beside: nothing is left to do when the window's kernel flushes as well (`launch.flushes_beside`).
     counter: reference int32 [1] to set to zero.
     """
     plgpu = mosaic_gpu()
     geometry.check()
-    scratch, serve, arguments = flush_work(
-        rule, geometry, operands, history=history, states=states, interpret=interpret
-    )
-    ctas = min(ctas, geometry.batch * geometry.groups * geometry.tiles)
-    if history:
-        ctas = min(ctas, SMS * (SM_SHARED_BYTES // (shared_bytes(scratch) + 1024)))
+    options = {"claims": interpret is None, "interpret": interpret}
+    one = shared_bytes(flush_work(rule, geometry, operands, **options)[0])
+    workers = max(1, min(workers, CTA_SHARED_BYTES // one))
+    scratch, serve, arguments = flush_work(rule, geometry, operands, workers=workers, **options)
+    ctas = min(SMS, geometry.batch * geometry.groups * geometry.tiles)
 
     def body(*refs: Any, **buffers: Any) -> None:
         cta = lax.axis_index("cta")
@@ -126,11 +177,12 @@ def fold_tiles(
             def _():
                 zeroed[0] = jnp.int32(0)
 
-        rows = None
+        counts = refs[[argument is operands.counts for argument in arguments].index(True)]
+        rows = counts[1]
         if beside:
-            counts = refs[[argument is operands.counts for argument in arguments].index(True)]
-            rows = jnp.where(flushes_beside(counts), 0, counts[1])
-        serve(refs, cta, ctas, buffers, rows)
+            rows = jnp.where(flushes_beside(counts), 0, rows)
+        mine = lax.axis_index("worker") if workers > 1 else 0
+        serve(refs, mine * ctas + cta, workers * ctas, buffers, rows, mine)
 
     kernel = plgpu.kernel(
         body,
@@ -138,8 +190,9 @@ def fold_tiles(
         scratch_types=scratch,
         grid=(ctas,),
         grid_names=("cta",),
+        **({"num_threads": workers, "thread_name": "worker"} if workers > 1 else {}),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
-        kernel_name="replay_flush" if history else "eager_step",
+        kernel_name="replay_flush",
         **({} if interpret is None else {"interpret": interpret}),
     )
     kernel(*arguments, *([] if counter is None else [counter]))
@@ -150,264 +203,274 @@ def flush_work(
     geometry: Geometry,
     operands: Operands,
     *,
-    history: bool = True,
-    states: int = 1,
+    workers: int = 1,
     stages: int = 2,
     granule: int = 8,
+    claims: bool = False,
     interpret: Any = None,
 ) -> tuple[dict, Callable[..., None], list]:
-    """Shared-memory buffers, program and arguments of `fold_tiles`, for use in a kernel of its own or beside
-    others.
+    """Shared-memory buffers, program and arguments of the flush, for a kernel of its own or beside others.
 
-    serve(references to the arguments, worker, workers, buffers, rows) takes every `workers`-th tile of the
-    plan's last `rows` rows (None: those that flush) from the `worker`-th on; a worker is a warpgroup. stages:
-    tiles of a worker that are in flight or in work.
+    serve(references to the arguments, worker, of_all, buffers, rows, mine) takes tiles of the plan's last
+    `rows` rows; a worker is a warpgroup, `mine` its place among the `workers` of the CTA. claims: workers
+    claim tiles, since some multiprocessors get more memory bandwidth than others, else each has every
+    `of_all`-th. stages: tiles of a worker whose tokens are in shared memory (1 or 2). A tile of the state is
+    copied there while the one before is in work.
     """
     plgpu = mosaic_gpu()
     geo = geometry
     fused = interpret is None
     ring, tokens, tiles, groups = geo.ring, geo.tokens, geo.tiles, geo.groups
     row_tiles = groups * tiles
-    granules = ring // granule if history else 0
+    granules = ring // granule
     value_dtype, key_dtype = operands.new_values.dtype, operands.new_keys.dtype
-    state_dtype = operands.state.dtype
+    reader_dtype, state_dtype = operands.reader.dtype, operands.state.dtype
     # Exact products need bfloat16 inputs; a warp's 16 rows must share a head.
     sixteen = {jnp.dtype(x.dtype) for x in (operands.new_values, operands.new_keys, operands.reader)}
-    blocks = history and fused and sixteen == {jnp.dtype(jnp.bfloat16)} and not geo.head_dim % BLOCK
+    blocks = fused and sixteen == {jnp.dtype(jnp.bfloat16)} and not geo.head_dim % BLOCK
     layout = block_layout(plgpu) if blocks else state_layout(plgpu)
     width = 8
-    has_constants = operands.constants is not None
-    planned = operands.cursor is not None
 
     def staged(*shape: int, dtype: Any) -> Any:
-        return plgpu.SMEM((stages, *shape), dtype)
+        return plgpu.SMEM((workers * stages, *shape), dtype)
 
-    scratch = {}
-    if history:
-        scratch = {
-            "tile": staged(TILE, geo.d_state, dtype=state_dtype),
-            "values": staged(ring, TILE, dtype=value_dtype),
-            "keys": staged(ring, geo.d_state, dtype=key_dtype),
-            "scalars": tuple(staged(ring, width, dtype=jnp.float32) for _ in range(rule.scalars)),
-            "new_values": staged(tokens, TILE, dtype=value_dtype),
-            "new_keys": staged(tokens, geo.d_state, dtype=key_dtype),
-            "reader": staged(tokens, geo.d_state, dtype=operands.reader.dtype),
-            # Copies begin at multiples of 128 bytes.
-            "new_scalars": tuple(staged(8, width, dtype=jnp.float32) for _ in range(rule.scalars)),
-        }
-        copies = 4 + 2 * granules + 2 * rule.scalars
-        scratch["barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    scratch = {
+        "tile": plgpu.SMEM((workers, TILE, geo.d_state), state_dtype),
+        "values": staged(ring, TILE, dtype=value_dtype),
+        "keys": staged(ring, geo.d_state, dtype=key_dtype),
+        "scalars": tuple(staged(ring, width, dtype=jnp.float32) for _ in range(rule.scalars)),
+        "new_values": staged(tokens, TILE, dtype=value_dtype),
+        # Copies begin at multiples of 128 bytes.
+        "new_scalars": tuple(staged(8, width, dtype=jnp.float32) for _ in range(rule.scalars)),
+    }
+    if blocks:
+        scratch["probes"] = staged(2 * tokens, geo.d_state, dtype=key_dtype)
+        scratch["outputs"] = plgpu.SMEM((workers, tokens, TILE), jnp.float32)
+    else:
+        scratch["new_keys"] = staged(tokens, geo.d_state, dtype=key_dtype)
+        scratch["reader"] = staged(tokens, geo.d_state, dtype=reader_dtype)
+    if claims:
+        scratch["ticket"] = plgpu.SMEM((workers, 128), jnp.int32)
+    plain = list(scratch)
+    scratch["tile_landed"] = plgpu.Barrier(num_arrivals=1, num_barriers=workers)
+    copies = 3 + 2 * granules + 2 * rule.scalars
+    scratch["tokens_landed"] = plgpu.Barrier(num_arrivals=copies, num_barriers=workers * stages)
 
-    def serve(refs: tuple, worker: Any, workers: int, buffers: dict, rows: Any = None) -> None:
-        out, state, *rest = refs
-        if history:
-            values_ring, keys_ring, *rest = rest
-            scalar_rings, rest = rest[: rule.scalars], rest[rule.scalars :]
+    def serve(
+        refs: tuple, worker: Any, of_all: int, buffers: dict, rows: Any, mine: Any = 0
+    ) -> None:
+        out, state, values_ring, keys_ring, *rest = refs
+        scalar_rings, rest = rest[: rule.scalars], rest[rule.scalars :]
         values_in, keys_in, *rest = rest
         scalars_in, rest = rest[: rule.scalars], rest[rule.scalars :]
-        reader_in, *rest = rest
-        if planned:
-            cursor_in, counts_in, *rest = rest
-        constants_in = rest
-        if history:
-            tile, barrier, reader = (buffers[name] for name in ("tile", "barrier", "reader"))
-            values, keys, scalars = (buffers[name] for name in ("values", "keys", "scalars"))
-            new_values, new_keys, new_scalars = (
-                buffers["new_" + name] for name in ("values", "keys", "scalars")
-            )
-        if fused and history:
-            pin_plain(plgpu, [ref for ref in jax.tree.leaves(buffers) if ref is not buffers["barrier"]])
-        if rows is None:
-            rows = counts_in[1] if planned else geo.batch
-        steps = lax.div(jnp.maximum(rows * row_tiles - worker + workers - 1, 0), workers)
+        reader_in, cursor_in, counts_in, *constants_in = rest
+        smem = types.SimpleNamespace(**buffers)
+        if fused:
+            pin_plain(plgpu, jax.tree.leaves([buffers[name] for name in plain]))
+        total = rows * row_tiles
+        tile, tile_landed = smem.tile.at[mine], smem.tile_landed.at[mine]
 
-        def locate(step: jax.Array) -> tuple:
+        def stage_of(step: Any) -> jax.Array:
+            return mine * stages + lax.rem(step, stages)
+
+        def keys_at(stage: Any) -> tuple:
+            """Buffers of the new keys and readers."""
+            if blocks:
+                both = smem.probes.at[stage]
+                return both.at[pl.ds(0, tokens)], both.at[pl.ds(tokens, tokens)]
+            return smem.new_keys.at[stage], smem.reader.at[stage]
+
+        def locate(index: jax.Array) -> tuple:
             """Row, start and length, group, tile in the group, its first head and a copy's first head."""
-            index = worker + step * workers
             row, within = lax.div(index, row_tiles), lax.rem(index, row_tiles)
-            start = length = jnp.int32(0)
-            if planned:
-                # From the end of the list, so that the cursor's address does not depend on the counts.
-                at = geo.batch - 1 - row
-                row, start, length = cursor_in[at, 0], cursor_in[at, 1], cursor_in[at, 2]
+            # From the end of the list, so that the cursor's address does not depend on the counts.
+            at = geo.batch - 1 - row
+            row, start, length = cursor_in[at, 0], cursor_in[at, 1], cursor_in[at, 2]
             group, part = lax.div(within, tiles), lax.rem(within, tiles)
             head = group * geo.group_heads + lax.div(part * TILE, geo.head_dim)
             aligned = jnp.minimum(lax.div(head, 4) * 4, max(geo.heads - width, 0))
             return row, start, length, group, part, head, aligned
 
-        def issue(step: jax.Array, stage: jax.Array) -> None:
-            row, start, length, group, part, _, aligned = locate(step)
-            block, landed = row * groups + group, barrier.at[stage]
-            plgpu.copy_gmem_to_smem(state.at[block * tiles + part], tile.at[stage], landed)
+        def issue_tile(index: jax.Array) -> None:
+            row, _, _, group, part, _, _ = locate(index)
+            place = (row * groups + group) * tiles + part
+            plgpu.copy_gmem_to_smem(state.at[place], tile, tile_landed)
+
+        def issue_tokens(index: jax.Array, stage: Any) -> None:
+            row, start, length, group, part, _, aligned = locate(index)
+            block, landed = row * groups + group, smem.tokens_landed.at[stage]
             for g in range(granules):
                 live = granule_live(g * granule, granule, start, length, ring)
                 source = block if interpret is not None else jnp.where(live, block, geo.batch * groups)
                 slots = pl.ds(g * granule, granule)
-                plgpu.copy_gmem_to_smem(values_ring.at[source, slots, part], values.at[stage, slots], landed)
-                plgpu.copy_gmem_to_smem(keys_ring.at[source, slots], keys.at[stage, slots], landed)
-            plgpu.copy_gmem_to_smem(values_in.at[block, :, part], new_values.at[stage], landed)
-            plgpu.copy_gmem_to_smem(keys_in.at[block], new_keys.at[stage], landed)
-            plgpu.copy_gmem_to_smem(reader_in.at[block], reader.at[stage], landed)
+                into = smem.values.at[stage, slots]
+                plgpu.copy_gmem_to_smem(values_ring.at[source, slots, part], into, landed)
+                plgpu.copy_gmem_to_smem(keys_ring.at[source, slots], smem.keys.at[stage, slots], landed)
+            plgpu.copy_gmem_to_smem(values_in.at[block, :, part], smem.new_values.at[stage], landed)
+            new_keys, reader = keys_at(stage)
+            plgpu.copy_gmem_to_smem(keys_in.at[block], new_keys, landed)
+            plgpu.copy_gmem_to_smem(reader_in.at[block], reader, landed)
             heads = pl.ds(aligned, width)
-            for sources, targets, count in ((scalar_rings, scalars, ring), (scalars_in, new_scalars, tokens)):
+            pairs = ((scalar_rings, smem.scalars, ring), (scalars_in, smem.new_scalars, tokens))
+            for sources, targets, count in pairs:
                 for source, target in zip(sources, targets, strict=True):
                     into = target.at[stage, pl.ds(0, count)]
                     plgpu.copy_gmem_to_smem(source.at[row, :, heads], into, landed)
 
-        def one_tile(step: jax.Array, carry: None) -> None:
-            row, start, length, group, part, first_head, aligned = locate(step)
-            stage = lax.rem(step, stages)
+        def one_tile(carry: tuple) -> tuple:
+            step, index, after = carry
+            stage = stage_of(step)
+            row, start, length, group, part, first_head, aligned = locate(index)
             block = row * groups + group
-
-            def place_of(token: int) -> jax.Array:
-                """Where the state after the call's token lies; -1: the last one before the call."""
-                slot = lax.rem(start + (token + states), states) if states > 1 else 0
-                return (slot * (geo.batch * groups) + block) * tiles + part
-
-            place = place_of(-1)
             head = first_head - group * geo.group_heads
-            if geo.tile_heads > 1:
-                rows_of = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
-                row_head = lax.div(part * TILE + rows_of, geo.head_dim)
-
-            def a_row(pick: Callable[[jax.Array], jax.Array]) -> jax.Array:
-                """A scalar of the tile's head, or [64] values where a tile holds rows of several heads."""
-                last = geo.group_heads - 1
-                result = pick(jnp.int32(0))
-                if geo.tile_heads == 1:
-                    return result
-                result = jnp.full((TILE,), result, jnp.float32)
-                for k in range(1, geo.tile_heads):
-                    here = pick(jnp.minimum(head + k, last) - head)
-                    result = jnp.where(row_head >= head + k, jnp.full((TILE,), here, jnp.float32), result)
-                return result
-
+            rows_of = functools.partial(of_rows, plgpu, layout, geo, part, head)
             constants = tuple(
-                a_row(lambda k, c=c: constants_in[0][c, first_head + k]) for c in range(rule.head_constants)
+                rows_of(lambda k, c=c: constants_in[0][c, first_head + k]) for c in range(rule.head_constants)
             )
-            tile_rule = Tile(plgpu, layout, fused, constants)
+            ring_buffers = smem.values.at[stage], smem.keys.at[stage], tuple(s.at[stage] for s in smem.scalars)
+            new_values, new_scalars = smem.new_values.at[stage], tuple(s.at[stage] for s in smem.new_scalars)
+            new_keys, reader = keys_at(stage)
+            if claims:
+                ticket = claim(plgpu, counts_in, total - 1)
 
-            if history:
-                ring_values, ring_keys = values.at[stage], keys.at[stage]
-                ring_scalars = tuple(s.at[stage] for s in scalars)
-                value_of, key_of, reader_of = new_values.at[stage], new_keys.at[stage], reader.at[stage]
-                plgpu.barrier_wait(barrier.at[stage])
-                matrix = plgpu.load(tile.at[stage], layout=layout, optimized=False).astype(jnp.float32)
+            plgpu.barrier_wait(tile_landed)
+            matrix = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
+            # Every warp has read the tile, and all of the tile before, before copies overwrite them.
+            plgpu.commit_smem()
 
-                def scalar_of(s: Any, at: Any) -> jax.Array:
-                    return a_row(lambda k: s[stage, at, first_head + k - aligned])
+            @pl.when(after < total)
+            def _():
+                issue_tile(after)
+                if stages > 1:
+                    issue_tokens(after, stage_of(step + 1))
 
-                def read_scalars(j: jax.Array) -> tuple:
-                    slot = lax.rem(start + j, ring)
-                    return tuple(scalar_of(s, slot) for s in scalars)
-
-                def read(j: jax.Array) -> tuple:
-                    slot = lax.rem(start + j, ring)
-                    value = plgpu.load(ring_values.at[slot], layout=layout.reduce(1), optimized=False)
-                    key = plgpu.load(ring_keys.at[slot], layout=layout.reduce(0), optimized=False)
-                    return value.astype(jnp.float32), key.astype(jnp.float32), read_scalars(j)
+            plgpu.barrier_wait(smem.tokens_landed.at[stage])
+            here = _Tokens(plgpu, layout, rows_of, (new_values, new_keys, new_scalars), first_head - aligned)
+            if blocks:
+                cursors = first_head - aligned, part * TILE
 
                 def fold(i: jax.Array, matrix: jax.Array) -> jax.Array:
-                    return fold_block(
-                        rule.block,
-                        plgpu,
-                        layout,
-                        matrix,
-                        (ring_values, ring_keys, ring_scalars),
-                        (lax.rem(start, ring), i * BLOCK, length, first_head - aligned, part * TILE),
-                        constants,
-                        geo.head_dim,
-                    )
+                    places = (lax.rem(start, ring), i * BLOCK, length, *cursors)
+                    options = rule.block, plgpu, layout, matrix, ring_buffers, places, constants
+                    return fold_block(*options, geo.head_dim)
 
-                if blocks:
-                    matrix = lax.fori_loop(0, lax.div(length + BLOCK - 1, BLOCK), fold, matrix)
-                else:
-                    matrix = rule.history(tile_rule, matrix, length, read, read_scalars)
-                stored = matrix.astype(state_dtype)
-
-                @pl.when(length > 0)
-                def _():
-                    state[place] = stored
-
-                matrix = stored.astype(jnp.float32)
+                matrix = lax.fori_loop(0, lax.div(length + BLOCK - 1, BLOCK), fold, matrix)
             else:
-                value_of, key_of, reader_of = (
-                    values_in.at[block, :, part],
-                    keys_in.at[block],
-                    reader_in.at[block],
+                committed = _Tokens(plgpu, layout, rows_of, ring_buffers, first_head - aligned)
+                tile_rule = Tile(plgpu, layout, fused, constants)
+                matrix = rule.history(
+                    tile_rule,
+                    matrix,
+                    length,
+                    lambda j: committed(lax.rem(start + j, ring)),
+                    lambda j: committed.scalars(lax.rem(start + j, ring)),
                 )
-                matrix = plgpu.load(state.at[place], layout=layout, optimized=False).astype(jnp.float32)
+            stored = matrix.astype(state_dtype)
 
-            for t in range(tokens):
-                value = plgpu.load(value_of.at[t], layout=layout.reduce(1), optimized=False)
-                value = value.astype(jnp.float32)
-                if history:
-                    here = tuple(scalar_of(s, t) for s in new_scalars)
-                    slot = lax.rem(start + length + t, ring)
-                    values_ring[block, slot, part] = value.astype(value_dtype)
-                    for k in range(geo.tile_heads):
-                        one = first_head + (jnp.minimum(head + k, geo.group_heads - 1) - head)
-                        for source, target in zip(new_scalars, scalar_rings, strict=True):
-                            target[row, slot, one] = source[stage, t, one - aligned]
+            @pl.when(length > 0)
+            def _():
+                state[block * tiles + part] = stored
 
-                    @pl.when(part == 0)
-                    def _(slot=slot, t=t):
-                        keys_ring[block, slot] = plgpu.load(
-                            key_of.at[t], layout=layout.reduce(0), optimized=False
-                        )
-
-                else:
-                    here = tuple(a_row(lambda k, s=s, t=t: s[row, t, first_head + k]) for s in scalars_in)
-                last = t == tokens - 1
-                if blocks and last:
-                    readouts = read_block(
-                        plgpu, layout, matrix, key_of.at[t], reader_of.at[t], with_key=rule.reads_key
-                    )
-                else:
-                    key = plgpu.load(key_of.at[t], layout=layout.reduce(0), optimized=False)
-                    query = plgpu.load(reader_of.at[t], layout=layout.reduce(0), optimized=False)
-                    key, query = key.astype(jnp.float32), query.astype(jnp.float32)
+            matrix = stored.astype(jnp.float32)
+            if blocks:
+                write_outputs(
+                    plgpu,
+                    layout,
+                    rule.factors,
+                    rule.skip,
+                    matrix,
+                    (new_values, smem.probes.at[stage], new_scalars),
+                    cursors,
+                    constants,
+                    smem.outputs.at[mine],
+                    geo.head_dim,
+                    reads_key=rule.reads_key,
+                )
+            else:
+                for t in range(tokens):
+                    value, key, scalars = here(t)
+                    query = plgpu.load(reader.at[t], layout=layout.reduce(0), optimized=False)
+                    query = query.astype(jnp.float32)
                     readouts = tile_rule.times(matrix, query), jnp.sum(key * query)
                     if rule.reads_key:
                         readouts += (tile_rule.times(matrix, key),)
-                    if not (last and history):
-                        moved = rule.token(tile_rule, matrix, value, key, here, *readouts[2:])
-                    if not history:
-                        state[place_of(t)] = moved.astype(state_dtype)
-                result = rule.read(tile_rule, readouts, value, here)
-                out[row, t, group, part] = result.astype(out.dtype)
-                matrix = matrix if last else moved
-            if history:
-                # Every warp has read the stage before the next copies overwrite it.
-                plgpu.commit_smem()
+                    result = rule.read(tile_rule, readouts, value, scalars)
+                    out[row, t, group, part] = result.astype(out.dtype)
+                    if t < tokens - 1:
+                        matrix = rule.token(tile_rule, matrix, value, key, scalars, *readouts[2:])
 
-                @pl.when(step + stages < steps)
+            for t in range(tokens):
+                slot = lax.rem(start + length + t, ring)
+                value = plgpu.load(new_values.at[t], layout=plgpu.Layout.WGMMA.reduce(1))
+                store_row(plgpu, values_ring.at[block, slot, part], value, fused)
+                for k in range(geo.tile_heads):
+                    one = first_head + (jnp.minimum(head + k, geo.group_heads - 1) - head)
+                    for source, target in zip(new_scalars, scalar_rings, strict=True):
+                        target[row, slot, one] = source[t, one - aligned]
+
+                @pl.when(part == 0)
+                def _(slot=slot, t=t):
+                    key = plgpu.load(new_keys.at[t], layout=layout.reduce(0), optimized=False)
+                    keys_ring[block, slot] = key
+
+            if claims:
+                smem.ticket.at[mine][...] = ticket
+            plgpu.commit_smem()
+            if blocks:
+                for t in range(tokens):
+                    result = plgpu.load(smem.outputs.at[mine, t], layout=plgpu.Layout.WGMMA.reduce(1))
+                    store_row(plgpu, out.at[row, t, group, part], result.astype(out.dtype), fused)
+            if stages == 1:
+
+                @pl.when(after < total)
                 def _():
-                    issue(step + stages, stage)
+                    issue_tokens(after, stage_of(0))
 
-            return carry
+            following = 2 * of_all + smem.ticket[mine, 0] if claims else after + of_all
+            return step + 1, after, following
 
-        if history:
-            for stage in range(stages):
+        @pl.when(worker < total)
+        def _():
+            issue_tile(worker)
+            issue_tokens(worker, stage_of(0))
 
-                @pl.when(stage < steps)
-                def _(stage=stage):
-                    issue(jnp.int32(stage), jnp.int32(stage))
+        start = jnp.int32(0), worker, worker + of_all
+        lax.while_loop(lambda carry: carry[1] < total, one_tile, start)
 
-        lax.fori_loop(0, steps, one_tile, None)
-
-    rings = [operands.values, operands.keys, *operands.scalars] if history else []
     arguments = [
         operands.out,
         operands.state,
-        *rings,
+        operands.values,
+        operands.keys,
+        *operands.scalars,
         operands.new_values,
         operands.new_keys,
         *operands.new_scalars,
         operands.reader,
+        operands.cursor,
+        operands.counts,
+        *([] if operands.constants is None else [operands.constants]),
     ]
-    if planned:
-        arguments += [operands.cursor, operands.counts]
-    if has_constants:
-        arguments.append(operands.constants)
     return scratch, serve, arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """Tokens in shared memory, one at a time: buffers of values, keys and scalars; column: of the scalars of
+    a tile's first head."""
+
+    plgpu: Any
+    layout: Any
+    rows_of: Callable[[Callable], jax.Array]
+    buffers: tuple
+    column: jax.Array
+
+    def scalars(self, at: Any) -> tuple:
+        """Scalars of a token, one each or [64]."""
+        return tuple(self.rows_of(lambda k, s=s: s[at, self.column + k]) for s in self.buffers[2])
+
+    def __call__(self, at: Any) -> tuple:
+        """Value [64] and key [K], float32, and scalars of a token."""
+        value = self.plgpu.load(self.buffers[0].at[at], layout=self.layout.reduce(1), optimized=False)
+        key = self.plgpu.load(self.buffers[1].at[at], layout=self.layout.reduce(0), optimized=False)
+        return value.astype(jnp.float32), key.astype(jnp.float32), self.scalars(at)

@@ -239,6 +239,7 @@ KERNELS = Kernels(
         read=_read,
         history=one_by_one(_token),
         block=_block,
+        factors=lambda ops, constants, scalars: (ops.exp(scalars[0]), scalars[1]),
         reads_key=True,
         scalars=2,
         head_constants=0,

@@ -59,6 +59,9 @@ class Number:
     def __and__(self, other: "Number | int") -> "Number":
         return Number(arith.andi(self.raw, self._of(other)))
 
+    def __or__(self, other: "Number") -> "Number":
+        return Number(arith.ori(self.raw, self._of(other)))
+
     def __lt__(self, other: "Number | int") -> "Number":
         return Number(arith.cmpi(arith.CmpIPredicate.slt, self.raw, self._of(other)))
 

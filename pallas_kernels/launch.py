@@ -18,14 +18,14 @@ GRANULE = 8
 
 @dataclasses.dataclass(frozen=True)
 class LaunchParameters:
-    """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, ring rows a copy; CTAs of its
-    flush kernel; tiles in flight of the flush beside the window (0: the flush kernel serves all rows);
+    """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, ring rows a copy; warpgroups of
+    a CTA of its flush kernel; tiles in flight of the flush beside the window (0: the flush kernel serves all rows);
     whether CTAs claim their tiles, else they have equal shares."""
 
     ctas: int
     stages: int
     granule: int = GRANULE
-    flush_ctas: int = 264
+    flush_workers: int = 3
     beside: int = 0
     claims: bool = False
 
@@ -99,11 +99,12 @@ def ring_slots(buffer_length: int, window: int) -> int:
 
 
 def plan(flush: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Row plan of a step: cursor int32 [B, 4] of (row, start, length, 0) and counts int32 [2] of the two
-    kinds.
+    """Row plan of a step: cursor int32 [B, 4] of (row, start, length, 0) and counts int32 [3] of the two
+    kinds and 0.
 
     flush bool [B]; start, length int32 [B] before the flush. Rows that do not flush come first, in order;
-    rows that do come last. Computed once a step and shared by all layers.
+    rows that do come last. Computed once a step and shared by all layers. The last count numbers the tickets
+    by which a flush kernel's CTAs claim tiles; the kernel leaves it at 0.
     """
     batch = flush.shape[0]
     flushing = flush.astype(jnp.int32)
@@ -113,4 +114,4 @@ def plan(flush: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Arr
     place = jnp.where(flush, batch - total + after - 1, index - after)
     rows = jnp.stack([index, start, length, jnp.zeros_like(index)], axis=1)
     cursor = jnp.zeros((batch, 4), jnp.int32).at[place].set(rows, unique_indices=True)
-    return cursor, jnp.stack([batch - total, total]).astype(jnp.int32)
+    return cursor, jnp.stack([batch - total, total, jnp.zeros_like(total)]).astype(jnp.int32)

@@ -130,9 +130,11 @@ KERNELS = Kernels(
         read=_read,
         history=_history,
         block=_block,
+        factors=lambda ops, constants, scalars: (ops.exp(constants[0] * scalars[0]), scalars[0]),
         reads_key=False,
         scalars=1,
         head_constants=2,
+        skip=1,
     ),
 )
 window, eager, step, snapshots = KERNELS.window, KERNELS.eager, KERNELS.step, KERNELS.snapshots

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import launch
-from pallas_kernels.fold import TokenRule, flush_work, fold_tiles
+from pallas_kernels.eager import eager_tiles
+from pallas_kernels.fold import TokenRule, flush_tiles, flush_work
 from pallas_kernels.pipeline import TILE, Geometry, Operands, Recurrence
 from pallas_kernels.window import stream_window
 
@@ -76,7 +77,7 @@ class Kernels:
         plan: of the rows to serve, all marked as flushing; None means every row.
         """
         call = _Call(state, None, new, reader, constants, out_dtype, writes_state=True)
-        call.fold(self.token_rule, plan or (None, None), ctas, history=False, interpret=interpret)
+        call.eager(self.token_rule, plan or (None, None), ctas, interpret=interpret)
         return call.outputs(), call.state()
 
     def snapshots(
@@ -101,7 +102,7 @@ class Kernels:
             raise launch.Unsupported(f"{new[0].shape[2]} tokens need as many states, got {slots}")
         call = _Call(states, None, new, reader, constants, out_dtype, writes_state=True)
         plan = launch.plan(jnp.ones((batch,), jnp.bool_), position, jnp.zeros((batch,), jnp.int32))
-        call.fold(self.token_rule, plan, ctas, history=False, states=slots, interpret=interpret)
+        call.eager(self.token_rule, plan, ctas, states=slots, interpret=interpret)
         return call.outputs(), call.state()
 
     def step(
@@ -132,7 +133,7 @@ class Kernels:
             if parameters.claims:
                 counter = jax.new_ref(lax.empty((1,), jnp.int32))
             options = {"beside": parameters.beside > 0, "counter": counter, "interpret": interpret}
-            call.fold(self.token_rule, plan, parameters.flush_ctas, history=True, **options)
+            call.flush(self.token_rule, plan, parameters.flush_workers, **options)
         options = {"alone": alone, "interpret": interpret}
         call.window(self.window_rule, plan, parameters, counter, self.token_rule, **options)
         return call.outputs(), call.state(), call.ring()
@@ -204,10 +205,15 @@ class _Call:
         options = {"beside": beside, "alone": alone, "interpret": interpret}
         stream_window(rule, self.geometry, operands, parameters, counter, **options)
 
-    def fold(self, rule: TokenRule, plan: tuple, ctas: int, **options: Any) -> None:
+    def flush(self, rule: TokenRule, plan: tuple, workers: int, **options: Any) -> None:
         cursor, counts = plan
         operands = Operands(**self.operands, cursor=cursor, counts=counts)
-        fold_tiles(rule, self.geometry, operands, ctas, **options)
+        flush_tiles(rule, self.geometry, operands, workers, **options)
+
+    def eager(self, rule: TokenRule, plan: tuple, ctas: int, **options: Any) -> None:
+        cursor, counts = plan
+        operands = Operands(**self.operands, cursor=cursor, counts=counts)
+        eager_tiles(rule, self.geometry, operands, ctas, **options)
 
     def outputs(self) -> jax.Array:
         geo = self.geometry

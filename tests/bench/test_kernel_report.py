@@ -74,11 +74,11 @@ def test_plot_is_a_small_file_with_a_panel_a_shape(tmp_path):
 
 
 def test_sweep_crosses_the_window_and_varies_the_flush_alone():
-    tried = kernel_sweep.combinations({"ctas", "stages", "flush_ctas", "overlap"})
+    tried = kernel_sweep.combinations({"ctas", "stages", "flush_workers", "overlap"})
     assert tried[0] == ()
     assert (("ctas", 264), ("stages", 2)) in tried
-    assert (("flush_ctas", 528),) in tried
-    assert len(tried) == 1 + 2 * 2 + 4
+    assert (("flush_workers", 4),) in tried
+    assert len(tried) == 1 + 2 * 2 + 3
 
 
 def test_sweep_names_the_fastest_of_each_shape():

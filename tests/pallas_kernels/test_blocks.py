@@ -4,12 +4,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import adjoint, blocks, gated_delta, mamba2
+from pallas_kernels import adjoint, gated_delta, mamba2
 from pallas_kernels.blocks import BLOCK, Warp
+from pallas_kernels.new_tokens import NewTokens
 from pallas_kernels.pipeline import Geometry
 
 BFLOAT16 = ml_dtypes.bfloat16
-RULES = {"mamba2": mamba2.KERNELS.token_rule.block, "gated_delta": gated_delta.KERNELS.token_rule.block}
+KERNELS = {"mamba2": mamba2.KERNELS, "gated_delta": gated_delta.KERNELS}
 
 
 class NumpyLanes:
@@ -110,7 +111,7 @@ def fold(name, state, ring, begin, length, head_dim, a):
         at = [[4 * (np.arange(32) % 4) + 16 * p + i for i in range(4)] for p in range(columns // 16)]
         lanes = [[[state[row, column] for column in four] for row in rows] for four in at]
         for first in range(0, length, BLOCK):
-            lanes = RULES[name](
+            lanes = KERNELS[name].token_rule.block(
                 Warp(
                     NumpyLanes(warp),
                     lanes,
@@ -201,22 +202,41 @@ def test_adjoint_blocks_are_the_float64_loop(tokens, heads, length, slots, begin
     assert not np.any(weights[..., ~live])
 
 
-@pytest.mark.parametrize("with_key", [False, True])
-def test_readouts_are_products_with_reader_and_key(with_key):
-    rng = np.random.default_rng(0)
-    state = rng.standard_normal((16, 64)).astype(np.float32)
-    key, reader = (rng.standard_normal((1, 64)).astype(BFLOAT16) for _ in range(2))
-    row, quad = np.arange(32) // 4, np.arange(32) % 4
-    rows = [
-        [[state[row + 8 * half, 16 * p + 4 * quad + i] for i in range(4)] for half in range(2)]
-        for p in range(4)
-    ]
-    results = blocks.readouts(NumpyLanes(0), rows, key, reader, with_key=with_key)
-    product = np.full(16, key[0].astype(np.float64) @ reader[0].astype(np.float64))
-    wanted = [state.astype(np.float64) @ reader[0].astype(np.float64), product]
-    wanted += [state.astype(np.float64) @ key[0].astype(np.float64)] * with_key
-    assert len(results) == len(wanted)
-    for pair, want in zip(results, wanted, strict=True):
-        for half in range(2):
-            # Sums of 64 products of about 1.
-            np.testing.assert_allclose(pair[half], want[row + 8 * half], atol=64 * 2**-24 * 8)
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("head_dim", [64, 16])
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta"])
+def test_outputs_of_new_tokens_are_the_float64_loop(name, head_dim, tokens):
+    rng = np.random.default_rng(tokens)
+    heads, rule = 64 // head_dim, KERNELS[name].token_rule
+    probes = rng.standard_normal((2 * tokens, 64))
+    scalars = [rng.uniform(0.05, 1.0, (8, heads)).astype(np.float32)]
+    if name == "gated_delta":
+        probes = probes / np.linalg.norm(probes, axis=1, keepdims=True)
+        scalars = [-scalars[0], rng.uniform(0.05, 1.0, (8, heads)).astype(np.float32)]
+    scalars[0][tokens // 2] *= 200.0
+    probes = probes.astype(BFLOAT16)
+    values = rng.standard_normal((tokens, 64)).astype(BFLOAT16)
+    state = rng.standard_normal((64, 64)).astype(np.float32)
+    rate, skip = np.float32(-1.5), np.float32(0.7)
+    outputs = np.full((tokens, 64), np.nan, np.float32)
+    at = [[4 * (np.arange(32) % 4) + 16 * p + i for i in range(4)] for p in range(4)]
+    for warp in range(4):
+        rows = [16 * warp + np.arange(32) // 4 + 8 * half for half in range(2)]
+        new = NewTokens(
+            NumpyLanes(warp),
+            [[[state[row, column] for column in four] for row in rows] for four in at],
+            (values, probes, tuple(scalars)),
+            np.full(32, 16 * warp // head_dim),
+            (rate, skip),
+            tokens,
+            reads_key=rule.reads_key,
+        )
+        new.store(new.outputs(rule.factors, rule.skip), outputs)
+    wanted = np.empty((tokens, 64))
+    for t in range(tokens):
+        entries = [(values[j], probes[j], *(s[j] for s in scalars)) for j in range(t + 1)]
+        moved = serial(name, state, entries, np.arange(64) // head_dim, float(rate))
+        wanted[t] = moved @ probes[tokens + t].astype(np.float64)
+        if name == "mamba2":
+            wanted[t] += float(skip) * values[t].astype(np.float64)
+    assert np.sqrt(np.mean((outputs - wanted) ** 2) / np.mean(wanted**2)) < 1e-6

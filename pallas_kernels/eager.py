@@ -1,0 +1,115 @@
+"""The eager decode step: every token moves the state, one 64-row tile at a time in registers, and the state is
+stored after every token, into the slot of its position where several states a row are kept."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.fold import Tile, TokenRule, of_rows, state_layout
+from pallas_kernels.launch import TILE, mosaic_gpu
+from pallas_kernels.pipeline import Geometry, Operands
+
+
+def eager_tiles(
+    rule: TokenRule,
+    geometry: Geometry,
+    operands: Operands,
+    ctas: int,
+    *,
+    states: int = 1,
+    interpret: Any = None,
+) -> None:
+    """Outputs of the flushing rows (without a plan: of all) into operands.out; rewrites their states in place.
+
+    operands.state is a reference [states*B*G*tiles, 64, K]; the state after position p lies in slot p mod
+    `states`, and a call has at most `states` tokens. Rings are not touched.
+    """
+    plgpu = mosaic_gpu()
+    geometry.check()
+    geo, fused = geometry, interpret is None
+    tokens, tiles, groups = geo.tokens, geo.tiles, geo.groups
+    row_tiles = groups * tiles
+    layout = state_layout(plgpu)
+    planned = operands.cursor is not None
+    ctas = min(ctas, geo.batch * row_tiles)
+
+    def body(*refs: Any) -> None:
+        out, state, values_in, keys_in, *rest = refs
+        scalars_in, rest = rest[: rule.scalars], rest[rule.scalars :]
+        reader_in, *constants_in = rest
+        rows = geo.batch
+        if planned:
+            cursor_in, counts_in, *constants_in = constants_in
+            rows = counts_in[1]
+        cta = lax.axis_index("cta")
+        steps = lax.div(jnp.maximum(rows * row_tiles - cta + ctas - 1, 0), ctas)
+
+        def one_tile(step: jax.Array, carry: None) -> None:
+            index = cta + step * ctas
+            row, within = lax.div(index, row_tiles), lax.rem(index, row_tiles)
+            start = jnp.int32(0)
+            if planned:
+                # From the end of the list, so that the cursor's address does not depend on the counts.
+                at = geo.batch - 1 - row
+                row, start = cursor_in[at, 0], cursor_in[at, 1]
+            group, part = lax.div(within, tiles), lax.rem(within, tiles)
+            block = row * groups + group
+            head = lax.div(part * TILE, geo.head_dim)
+            first_head = group * geo.group_heads + head
+
+            def rows_of(pick: Any) -> jax.Array:
+                return of_rows(plgpu, layout, geo, part, head, pick)
+
+            def place_of(token: int) -> jax.Array:
+                """Where the state after the call's token lies; -1: the last one before the call."""
+                slot = lax.rem(start + (token + states), states) if states > 1 else 0
+                return (slot * (geo.batch * groups) + block) * tiles + part
+
+            constants = tuple(
+                rows_of(lambda k, c=c: constants_in[0][c, first_head + k]) for c in range(rule.head_constants)
+            )
+            tile = Tile(plgpu, layout, fused, constants)
+            matrix = plgpu.load(state.at[place_of(-1)], layout=layout, optimized=False).astype(jnp.float32)
+            for t in range(tokens):
+                value = plgpu.load(
+                    values_in.at[block, t, part], layout=layout.reduce(1), optimized=False
+                ).astype(jnp.float32)
+                scalars = tuple(rows_of(lambda k, s=s, t=t: s[row, t, first_head + k]) for s in scalars_in)
+                key = plgpu.load(keys_in.at[block, t], layout=layout.reduce(0), optimized=False)
+                query = plgpu.load(reader_in.at[block, t], layout=layout.reduce(0), optimized=False)
+                key, query = key.astype(jnp.float32), query.astype(jnp.float32)
+                readouts = tile.times(matrix, query), jnp.sum(key * query)
+                if rule.reads_key:
+                    readouts += (tile.times(matrix, key),)
+                moved = rule.token(tile, matrix, value, key, scalars, *readouts[2:])
+                state[place_of(t)] = moved.astype(state.dtype)
+                result = rule.read(tile, readouts, value, scalars)
+                out[row, t, group, part] = result.astype(out.dtype)
+                matrix = moved
+            return carry
+
+        lax.fori_loop(0, steps, one_tile, None)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
+        kernel_name="eager_step",
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    plan = [operands.cursor, operands.counts] if planned else []
+    constants = [] if operands.constants is None else [operands.constants]
+    kernel(
+        operands.out,
+        operands.state,
+        operands.new_values,
+        operands.new_keys,
+        *operands.new_scalars,
+        operands.reader,
+        *plan,
+        *constants,
+    )
