@@ -1,5 +1,7 @@
-"""The eager decode step: every token moves the state, one 64-row tile at a time in registers, and the state is
-stored after every token, into the slot of its position where several states a row are kept."""
+"""The eager decode step: every token moves the state, one 64-row tile at a time in registers.
+
+The state is stored after every token, into the slot of its position where several states a row are kept.
+"""
 
 from typing import Any
 
@@ -21,7 +23,7 @@ def eager_tiles(
     states: int = 1,
     interpret: Any = None,
 ) -> None:
-    """Outputs of the flushing rows (without a plan: of all) into operands.out; rewrites their states in place.
+    """Outputs of the flushing rows (without a plan: of all) into operands.out; rewrites their states.
 
     operands.state is a reference [states*B*G*tiles, 64, K]; the state after position p lies in slot p mod
     `states`, and a call has at most `states` tokens. Rings are not touched.

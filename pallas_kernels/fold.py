@@ -131,7 +131,7 @@ def claim(plgpu: Any, counts: Any, last: jax.Array) -> jax.Array:
         ops, i32 = Lanes(), ir.IntegerType.get_signless(32)
         first = ops.equal(ops.warp * 32 + ops.lane, 0)
         place = utils.getelementptr(utils.memref_ptr(counts), [arith.constant(i32, 2)], i32)
-        ticket = llvm.inline_asm(
+        ticket: Any = llvm.inline_asm(
             i32,
             [place, first_element(last).raw, first.raw],
             "mov.u32 $0, 0; @$3 atom.global.inc.u32 $0, [$1], $2;",
@@ -141,6 +141,21 @@ def claim(plgpu: Any, counts: Any, last: jax.Array) -> jax.Array:
         return FragmentedArray.splat(ticket, (128,), layout.to_mgpu(), is_signed=True)
 
     return take(counts, last)
+
+
+def synchronise(plgpu: Any, fused: bool) -> None:
+    """Waits for all threads of a warpgroup; orders their reads before copies into the same buffers."""
+    if not fused:
+        plgpu.commit_smem()
+        return
+
+    from jax.experimental.mosaic.gpu import utils
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        utils.warpgroup_barrier()
+
+    wait()
 
 
 def flush_tiles(
@@ -256,9 +271,7 @@ def flush_work(
     copies = 3 + 2 * granules + 2 * rule.scalars
     scratch["tokens_landed"] = plgpu.Barrier(num_arrivals=copies, num_barriers=workers * stages)
 
-    def serve(
-        refs: tuple, worker: Any, of_all: int, buffers: dict, rows: Any, mine: Any = 0
-    ) -> None:
+    def serve(refs: tuple, worker: Any, of_all: int, buffers: dict, rows: Any, mine: Any = 0) -> None:
         out, state, values_ring, keys_ring, *rest = refs
         scalar_rings, rest = rest[: rule.scalars], rest[rule.scalars :]
         values_in, keys_in, *rest = rest
@@ -327,7 +340,11 @@ def flush_work(
             constants = tuple(
                 rows_of(lambda k, c=c: constants_in[0][c, first_head + k]) for c in range(rule.head_constants)
             )
-            ring_buffers = smem.values.at[stage], smem.keys.at[stage], tuple(s.at[stage] for s in smem.scalars)
+            ring_buffers = (
+                smem.values.at[stage],
+                smem.keys.at[stage],
+                tuple(s.at[stage] for s in smem.scalars),
+            )
             new_values, new_scalars = smem.new_values.at[stage], tuple(s.at[stage] for s in smem.new_scalars)
             new_keys, reader = keys_at(stage)
             if claims:
@@ -336,7 +353,7 @@ def flush_work(
             plgpu.barrier_wait(tile_landed)
             matrix = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
             # Every warp has read the tile, and all of the tile before, before copies overwrite them.
-            plgpu.commit_smem()
+            synchronise(plgpu, fused)
 
             @pl.when(after < total)
             def _():
@@ -415,7 +432,7 @@ def flush_work(
 
             if claims:
                 smem.ticket.at[mine][...] = ticket
-            plgpu.commit_smem()
+            synchronise(plgpu, fused)
             if blocks:
                 for t in range(tokens):
                     result = plgpu.load(smem.outputs.at[mine, t], layout=plgpu.Layout.WGMMA.reduce(1))

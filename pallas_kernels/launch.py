@@ -19,8 +19,8 @@ GRANULE = 8
 @dataclasses.dataclass(frozen=True)
 class LaunchParameters:
     """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, ring rows a copy; warpgroups of
-    a CTA of its flush kernel; tiles in flight of the flush beside the window (0: the flush kernel serves all rows);
-    whether CTAs claim their tiles, else they have equal shares."""
+    a CTA of its flush kernel; tiles in flight of the flush beside the window (0: the flush kernel serves all
+    rows); whether CTAs claim their tiles, else they have equal shares."""
 
     ctas: int
     stages: int

@@ -7,7 +7,6 @@ projections alone: p_i <- decay p_i + u (k . z_i) for every later key and reader
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.blocks import BLOCK, Fragments, tile_rows
 
