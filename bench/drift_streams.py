@@ -1,0 +1,98 @@
+"""What the models of `bench.precision_drift` decode: held-out text and fresh tasks, cut into streams."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+from bench.drift_tasks import INTERVALS, TASKS, answers, task_stream
+from bench.drift_text import KINDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Texts of equal length, one token more than is decoded.
+
+    names: what each is, e.g. "play 0". tokens: [texts, length + 1]. sizes: bytes of each token.
+    kinds: as `task_stream` gives them, of the last `kinds.shape[0]` texts.
+    """
+
+    names: tuple[str, ...]
+    tokens: np.ndarray
+    sizes: np.ndarray
+    kinds: np.ndarray
+
+    @property
+    def texts(self) -> int:
+        """Number of texts without tasks."""
+        return len(self.names) - self.kinds.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens that are decoded."""
+        return self.tokens.shape[1] - 1
+
+
+def _cut(tokens: np.ndarray, count: int, size: int, kind: str) -> np.ndarray:
+    if tokens.size < count * size:
+        raise ValueError(
+            f"{count} texts of {size} tokens need more than the {tokens.size} held out of {kind}."
+        )
+    return tokens[: count * size].reshape(count, size)
+
+
+def byte_streams(data: Path, length: int, texts: int, tasks: int, seed: int = 1000) -> Streams:
+    """`texts` streams of each kind of held-out text of `bench.drift_text`, then `tasks` streams of tasks."""
+    arrays = np.load(data)
+    held = [arrays[f"held_{kind}"] for kind in KINDS]
+    rows = [_cut(body, texts, length + 1, kind) for body, kind in zip(held, KINDS, strict=True)]
+    made = [
+        task_stream(held[index % len(held)].tobytes(), length + 1, seed + index) for index in range(tasks)
+    ]
+    names = [f"{kind} {index}" for kind in KINDS for index in range(texts)]
+    names += [f"tasks {index}" for index in range(tasks)]
+    tokens = np.concatenate([*rows, *(body[None] for body, _ in made)]).astype(np.int32)
+    kinds = np.stack([kinds for _, kinds in made]) if made else np.zeros((0, length + 1), np.uint8)
+    return Streams(tuple(names), tokens, np.ones(tokens.shape, np.int32), kinds)
+
+
+def token_streams(data: Path, length: int, texts: int) -> Streams:
+    """`texts` streams of each kind of held-out text of `bench.embedded_text`, in its tokens."""
+    tokenizer = json.loads((data / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    # Byte-level: a character of a token's name is a byte of the text; the end of text has none.
+    sizes = np.zeros(max(vocabulary.values()) + 1, np.int32)
+    for name, index in vocabulary.items():
+        sizes[index] = 0 if name.startswith("<|") else len(name)
+    rows = []
+    for kind in KINDS:
+        parts = [np.load(data / f"{part}_{kind}.npy") for part in ("test", "select")]
+        rows.append(_cut(np.concatenate(parts).astype(np.int32), texts, length + 1, kind))
+    tokens = np.concatenate(rows)
+    names = tuple(f"{kind} {index}" for kind in KINDS for index in range(texts))
+    return Streams(names, tokens, sizes[tokens], np.zeros((0, length + 1), np.uint8))
+
+
+def text_edges(length: int) -> list[int]:
+    """Where intervals of positions begin: 0, 1024, 2048, 4096, ... below `length`."""
+    edges = [0]
+    while (following := max(1024, 2 * edges[-1])) < length:
+        edges.append(following)
+    return edges
+
+
+def cells(kinds: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Whole answers that are right, and those asked for, by task and interval: int [..., tasks, intervals, 2].
+
+    kinds: of the streams' tokens, [texts, length + 1]. right: bool [..., texts, length], whether the token
+    after each was predicted.
+    """
+    counts = np.zeros((*right.shape[:-2], len(TASKS), len(INTERVALS), 2), np.int64)
+    for text in range(kinds.shape[0]):
+        for task, first, last in answers(kinds[text]):
+            for interval, (low, high) in enumerate(INTERVALS):
+                if low <= first < high:
+                    counts[..., task, interval, 0] += right[..., text, first - 1 : last - 1].all(axis=-1)
+                    counts[..., task, interval, 1] += 1
+    return counts

@@ -1,0 +1,207 @@
+"""How errors of low-precision states grow while a model decodes: every configuration, up to 131,072 tokens.
+
+    python -m bench.drift_text --out .data/drift.npz
+    python -m bench.train_drift drift-nemotron-h --data .data/drift.npz --out .data/weights --commit HASH
+    python -m bench.precision_drift --data .data/drift.npz --weights .data/weights --commit HASH
+    python -m bench.precision_drift --models tiny-nemotron-h --embedded-data .data --tokens 32768 --commit HASH
+
+Teacher-forced decoding of held-out text and of tasks with exact answers (bench/drift_tasks.py) in windows of L
+tokens (bench/drift_layers.py). Rows are [configuration, text]; formats are simulated by encoding and decoding
+in float32; models have bfloat16 weights and activations. Programs run in dispatches, each under the lock of
+--lock where processes share a device. The result file is written after every program; one that it holds is not
+run again.
+
+Records of a model and L, one for every configuration: `model`, `buffer_length`, `configuration`,
+`recurrence`, `read`, `rounding`, `tokens`, `texts` (names), `edges` (where intervals of positions begin),
+and by text and interval `kl` (nats a token, of the next token under FP32 state from this one), `agreement`
+(of the most likely token) and `bits` (a byte); `cells`, by task and interval of `bench.drift_tasks`, with
+[right answers, answers]. With `heads`: true, one record of the errors by head (bench/drift_heads.py).
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+from tqdm import tqdm
+
+import replayssm_jax as rs
+from bench import result_file
+from bench.drift_heads import head_record, measure_windows, measured_layers
+from bench.drift_layers import CONFIGURATIONS, decode_window, simulated_layers
+from bench.drift_models import CONFIGS, load_weights
+from bench.drift_streams import Streams, byte_streams, cells, text_edges, token_streams
+from bench.embedded_shapes import CONFIGS as EMBEDDED
+from bench.timing import exclusive
+from models.base import HybridModel
+from pallas_kernels.numerics import hash_uint32
+
+FIELDS = ("kl", "agreement", "nats")
+
+
+@functools.partial(jax.jit, donate_argnums=(1, 2), static_argnames="tasks")
+def compare_windows(
+    model: HybridModel,
+    layers: tuple,
+    position: Int32[Array, ""],
+    tokens: Int32[Array, "n texts L"],
+    following: Int32[Array, "n texts L"],
+    tasks: int,
+):
+    """The layers and the position behind n windows, and what was measured in them.
+
+    following: the token after each. tasks: streams of tasks, the last of the texts.
+    Returns sums over each window of FIELDS, float32 [n, 3, configurations, texts], and whether the tokens of
+    the tasks were predicted, bool [n, configurations, tasks, L].
+    """
+    texts = tokens.shape[1]
+
+    def body(carry: tuple, window: tuple) -> tuple[tuple, tuple]:
+        (layers, position), (tokens, following) = carry, window
+        logits, layers = decode_window(model, layers, position, tokens)
+        scores = jax.nn.log_softmax(logits.reshape(len(CONFIGURATIONS), *tokens.shape, -1))
+        exact, best = scores[:1], jnp.argmax(scores, axis=-1)
+        kl = jnp.sum(jnp.exp(exact) * (exact - scores), axis=-1)
+        targets = jnp.broadcast_to(following, best.shape)[..., None]
+        nats = -jnp.take_along_axis(scores, targets, axis=-1)[..., 0]
+        agreement = (best == best[:1]).astype(jnp.float32)
+        sums = jnp.stack([field.sum(axis=-1) for field in (kl, agreement, nats)])
+        right = (best == following[None])[:, texts - tasks :]
+        return (layers, position + jnp.int32(tokens.shape[1])), (sums, right)
+
+    return jax.lax.scan(body, (layers, position), (tokens, following))
+
+
+def in_windows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """[texts, tokens] as [windows, texts, L]."""
+    return np.moveaxis(tokens.reshape(tokens.shape[0], -1, length), 1, 0)
+
+
+def row_seeds(texts: int) -> Array:
+    """The seeds that a cache of so many rows has."""
+    return hash_uint32(0, jnp.arange(texts, dtype=jnp.uint32))
+
+
+def dispatches(windows: int, each: int, turn, bar: tqdm):
+    """Slices of `each` windows, each within a turn on the device."""
+    for first in range(0, windows, each):
+        with turn():
+            yield slice(first, first + each)
+        bar.update(1)
+
+
+def compared(model: HybridModel, streams: Streams, length: int, each: int, turn) -> list[dict]:
+    """One record for every configuration, without the model's name."""
+    tokens, following = (in_windows(part, length) for part in (streams.tokens[:, :-1], streams.tokens[:, 1:]))
+    count, tasks = len(streams.names), streams.kinds.shape[0]
+    layers = simulated_layers(model, count, streams.length, CONFIGURATIONS, row_seeds(count))
+    carry, sums, right = (layers, jnp.int32(0)), [], []
+    bar = tqdm(total=-(-tokens.shape[0] // each), desc=f"L = {length}")
+    for part in dispatches(tokens.shape[0], each, turn, bar):
+        carry, measured = compare_windows(model, *carry, tokens[part], following[part], tasks=tasks)
+        sums.append(np.asarray(measured[0], np.float64))
+        right.append(np.asarray(measured[1]))
+    bar.close()
+    edges = text_edges(streams.length)
+    by_edge = np.add.reduceat(np.concatenate(sums), [edge // length for edge in edges], axis=0)
+    spans = np.diff([*edges, streams.length])
+    size = np.add.reduceat(streams.sizes[:, 1:], edges, axis=1)
+    predicted = np.moveaxis(np.concatenate(right), 0, 2)
+    counts = cells(streams.kinds, predicted.reshape(*predicted.shape[:2], -1))
+
+    def table(values: np.ndarray) -> list:
+        return [[float(f"{x:.6g}") for x in row] for row in values]
+
+    records = []
+    for index, item in enumerate(CONFIGURATIONS):
+        kl, agreement, nats = np.moveaxis(by_edge[:, :, index], 0, 2)
+        record = {"buffer_length": length, "configuration": item.name, "recurrence": item.recurrence}
+        record |= {"read": item.read, "rounding": item.rounding, "tokens": streams.length}
+        record |= {"texts": streams.names, "edges": edges, "kl": table(kl / spans)}
+        record |= {"agreement": table(agreement / spans), "bits": table(nats / math.log(2.0) / size)}
+        records.append(record | {"cells": counts[index].tolist()})
+    return records
+
+
+def head_errors(model: HybridModel, streams: Streams, length: int, each: int, turn) -> dict:
+    """The record of errors by head, without the model's name, on the texts without tasks."""
+    tokens = in_windows(streams.tokens[: streams.texts, :-1], length)
+    edges, count = tuple(text_edges(streams.length)), streams.texts
+    layers = measured_layers(model, count, streams.length, CONFIGURATIONS, row_seeds(count), edges)
+    carry = (layers, jnp.int32(0))
+    bar = tqdm(total=-(-tokens.shape[0] // each), desc=f"L = {length}, heads")
+    for part in dispatches(tokens.shape[0], each, turn, bar):
+        carry = jax.block_until_ready(measure_windows(model, *carry, tokens[part]))
+    bar.close()
+    record = {
+        "buffer_length": length,
+        "heads": True,
+        "tokens": streams.length,
+        "texts": streams.names[:count],
+    }
+    return record | {"edges": edges} | head_record(carry[0], CONFIGURATIONS, length)
+
+
+def load(name: str, weights: Path | None) -> HybridModel:
+    """A model of `bench.drift_models` from its weights, or an embedded one."""
+    if name in EMBEDDED:
+        return rs.load(name, dtype=jnp.bfloat16, mtp=False).model
+    if weights is None:
+        raise SystemExit(f"{name} needs --weights, the folder that bench.train_drift wrote.")
+    return load_weights(weights, name)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=[*CONFIGS, *EMBEDDED], default=list(CONFIGS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[16, 8, 32], help="values of L")
+    parser.add_argument("--tokens", type=int, default=131072, help="decoded of every text")
+    parser.add_argument("--texts", type=int, default=4, help="streams of each kind of text")
+    parser.add_argument("--tasks", type=int, default=8, help="streams of tasks (not for embedded models)")
+    parser.add_argument("--head-texts", type=int, default=1, help="streams of each kind for errors by head")
+    parser.add_argument("--head-tokens", type=int, default=32768, help="decoded of each of those; 0: none")
+    parser.add_argument("--data", type=Path, help="file that bench.drift_text wrote")
+    parser.add_argument("--embedded-data", type=Path, help="folder that bench.embedded_text wrote")
+    parser.add_argument("--weights", type=Path, help="folder that bench.train_drift wrote")
+    parser.add_argument("--out", type=Path, default=result_file.RESULTS / "precision_drift.json")
+    parser.add_argument("--dispatch", type=int, default=8192, help="tokens of a text in one dispatch")
+    parser.add_argument("--lock", type=Path, help="lock file of processes that share the device")
+    parser.add_argument("--commit", required=True, help="commit of the code, for the result file")
+    options = parser.parse_args()
+    turn = functools.partial(exclusive, options.lock) if options.lock else contextlib.nullcontext
+    kept = json.loads(options.out.read_text())["records"] if options.out.exists() else []
+    result = result_file.head("bench.precision_drift", options.commit) | {"records": kept}
+
+    def streams(name: str, length: int, texts: int, tasks: int) -> Streams:
+        if name in EMBEDDED:
+            return token_streams(options.embedded_data, length, texts)
+        return byte_streams(options.data, length, texts, tasks)
+
+    def done(**fields: object) -> bool:
+        return any(all(r.get(k) == v for k, v in fields.items()) for r in result["records"])
+
+    for name, length in [(name, length) for length in options.lengths for name in options.models]:
+        model, each, began = load(name, options.weights), options.dispatch // length, time.perf_counter()
+        same = {"model": name, "buffer_length": length}
+        if options.head_tokens and not done(**same, heads=True):
+            given = streams(name, options.head_tokens, options.head_texts, 0)
+            result["records"].append({"model": name} | head_errors(model, given, length, each, turn))
+            result_file.write(result, options.out)
+        if not done(**same, tokens=options.tokens, configuration=CONFIGURATIONS[0].name):
+            given = streams(name, options.tokens, options.texts, options.tasks)
+            records = compared(model, given, length, each, turn)
+            result["records"] += [{"model": name} | record for record in records]
+            result_file.write(result, options.out)
+        print(f"{name}, L = {length}: {time.perf_counter() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
