@@ -118,15 +118,15 @@ def measured_layers(
 @functools.partial(jax.jit, donate_argnums=(1, 2))
 def measure_windows(
     model: HybridModel, layers: tuple, position: Int32[Array, ""], windows: Int32[Array, "n texts L"]
-) -> tuple[tuple, Int32[Array, ""]]:
-    """The layers and the position behind n windows of every text."""
+) -> tuple[tuple, None]:
+    """The layers and the position behind n windows of every text, and nothing else."""
 
     def body(carry: tuple, window: Array) -> tuple[tuple, None]:
         layers, position = carry
         _, layers = model(window, window_segment(position, *window.shape), layers)
         return (layers, position + jnp.int32(window.shape[1])), None
 
-    return jax.lax.scan(body, (layers, position), windows)[0]
+    return jax.lax.scan(body, (layers, position), windows)
 
 
 def head_record(layers: tuple, configurations: tuple[Configuration, ...], length: int) -> dict:

@@ -83,7 +83,7 @@ def text_edges(length: int) -> list[int]:
 
 
 def cells(kinds: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Whole answers that are right, and those asked for, by task and interval: int [..., tasks, intervals, 2].
+    """Whole answers that are right, and those asked for: int [..., tasks, intervals, 2].
 
     kinds: of the streams' tokens, [texts, length + 1]. right: bool [..., texts, length], whether the token
     after each was predicted.

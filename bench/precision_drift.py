@@ -3,13 +3,13 @@
     python -m bench.drift_text --out .data/drift.npz
     python -m bench.train_drift drift-nemotron-h --data .data/drift.npz --out .data/weights --commit HASH
     python -m bench.precision_drift --data .data/drift.npz --weights .data/weights --commit HASH
-    python -m bench.precision_drift --models tiny-nemotron-h --embedded-data .data --tokens 32768 --commit HASH
+    python -m bench.precision_drift --models tiny-qwen3.5 --embedded-data .data --tokens 32768 --commit HASH
 
-Teacher-forced decoding of held-out text and of tasks with exact answers (bench/drift_tasks.py) in windows of L
-tokens (bench/drift_layers.py). Rows are [configuration, text]; formats are simulated by encoding and decoding
-in float32; models have bfloat16 weights and activations. Programs run in dispatches, each under the lock of
---lock where processes share a device. The result file is written after every program; one that it holds is not
-run again.
+Teacher-forced decoding of held-out text and of tasks with exact answers (bench/drift_tasks.py) in windows of
+L tokens (bench/drift_layers.py). Rows are [configuration, text]; formats are simulated by encoding and
+decoding in float32; models have bfloat16 weights and activations. Programs run in dispatches, each under the
+lock of --lock where processes share a device. The result file is written after every program; one that it
+holds is not run again.
 
 Records of a model and L, one for every configuration: `model`, `buffer_length`, `configuration`,
 `recurrence`, `read`, `rounding`, `tokens`, `texts` (names), `edges` (where intervals of positions begin),
@@ -46,22 +46,20 @@ from pallas_kernels.numerics import hash_uint32
 FIELDS = ("kl", "agreement", "nats")
 
 
-@functools.partial(jax.jit, donate_argnums=(1, 2), static_argnames="tasks")
+@functools.partial(jax.jit, donate_argnums=(1, 2))
 def compare_windows(
     model: HybridModel,
     layers: tuple,
     position: Int32[Array, ""],
     tokens: Int32[Array, "n texts L"],
     following: Int32[Array, "n texts L"],
-    tasks: int,
 ):
     """The layers and the position behind n windows, and what was measured in them.
 
-    following: the token after each. tasks: streams of tasks, the last of the texts.
-    Returns sums over each window of FIELDS, float32 [n, 3, configurations, texts], and whether the tokens of
-    the tasks were predicted, bool [n, configurations, tasks, L].
+    following: the token after each.
+    Returns sums over each window of FIELDS, float32 [n, 3, configurations, texts], and whether each following
+    token was predicted, bool [n, configurations, texts, L].
     """
-    texts = tokens.shape[1]
 
     def body(carry: tuple, window: tuple) -> tuple[tuple, tuple]:
         (layers, position), (tokens, following) = carry, window
@@ -73,8 +71,8 @@ def compare_windows(
         nats = -jnp.take_along_axis(scores, targets, axis=-1)[..., 0]
         agreement = (best == best[:1]).astype(jnp.float32)
         sums = jnp.stack([field.sum(axis=-1) for field in (kl, agreement, nats)])
-        right = (best == following[None])[:, texts - tasks :]
-        return (layers, position + jnp.int32(tokens.shape[1])), (sums, right)
+        moved_on = position + jnp.int32(tokens.shape[1])
+        return (layers, moved_on), (sums, best == targets[..., 0])
 
     return jax.lax.scan(body, (layers, position), (tokens, following))
 
@@ -89,31 +87,36 @@ def row_seeds(texts: int) -> Array:
     return hash_uint32(0, jnp.arange(texts, dtype=jnp.uint32))
 
 
-def dispatches(windows: int, each: int, turn, bar: tqdm):
-    """Slices of `each` windows, each within a turn on the device."""
-    for first in range(0, windows, each):
+def dispatched(program, model: HybridModel, carry: tuple, fields: tuple, each: int, turn, title: str):
+    """The carry of `program(model, *carry, *fields)` and, joined, what it gives for all windows.
+
+    fields: arrays [windows, ...], of which a dispatch takes `each`. Every dispatch has its turn on the
+    device; compilation needs none.
+    """
+    windows, measured = fields[0].shape[0], []
+    each = math.gcd(windows, each)
+    compiled = program.lower(model, *carry, *(field[:each] for field in fields)).compile()
+    for first in tqdm(range(0, windows, each), desc=title):
         with turn():
-            yield slice(first, first + each)
-        bar.update(1)
+            carry, given = compiled(model, *carry, *(field[first : first + each] for field in fields))
+            measured.append(jax.tree.map(np.asarray, jax.block_until_ready((carry[1], given))[1]))
+    return carry, jax.tree.map(lambda *parts: np.concatenate(parts), *measured)
 
 
 def compared(model: HybridModel, streams: Streams, length: int, each: int, turn) -> list[dict]:
     """One record for every configuration, without the model's name."""
     tokens, following = (in_windows(part, length) for part in (streams.tokens[:, :-1], streams.tokens[:, 1:]))
-    count, tasks = len(streams.names), streams.kinds.shape[0]
+    count = len(streams.names)
     layers = simulated_layers(model, count, streams.length, CONFIGURATIONS, row_seeds(count))
-    carry, sums, right = (layers, jnp.int32(0)), [], []
-    bar = tqdm(total=-(-tokens.shape[0] // each), desc=f"L = {length}")
-    for part in dispatches(tokens.shape[0], each, turn, bar):
-        carry, measured = compare_windows(model, *carry, tokens[part], following[part], tasks=tasks)
-        sums.append(np.asarray(measured[0], np.float64))
-        right.append(np.asarray(measured[1]))
-    bar.close()
+    fields = (tokens, following)
+    _, (sums, right) = dispatched(
+        compare_windows, model, (layers, jnp.int32(0)), fields, each, turn, f"L = {length}"
+    )
     edges = text_edges(streams.length)
-    by_edge = np.add.reduceat(np.concatenate(sums), [edge // length for edge in edges], axis=0)
+    by_edge = np.add.reduceat(sums.astype(np.float64), [edge // length for edge in edges], axis=0)
     spans = np.diff([*edges, streams.length])
     size = np.add.reduceat(streams.sizes[:, 1:], edges, axis=1)
-    predicted = np.moveaxis(np.concatenate(right), 0, 2)
+    predicted = np.moveaxis(right[:, :, streams.texts :], 0, 2)
     counts = cells(streams.kinds, predicted.reshape(*predicted.shape[:2], -1))
 
     def table(values: np.ndarray) -> list:
@@ -135,11 +138,8 @@ def head_errors(model: HybridModel, streams: Streams, length: int, each: int, tu
     tokens = in_windows(streams.tokens[: streams.texts, :-1], length)
     edges, count = tuple(text_edges(streams.length)), streams.texts
     layers = measured_layers(model, count, streams.length, CONFIGURATIONS, row_seeds(count), edges)
-    carry = (layers, jnp.int32(0))
-    bar = tqdm(total=-(-tokens.shape[0] // each), desc=f"L = {length}, heads")
-    for part in dispatches(tokens.shape[0], each, turn, bar):
-        carry = jax.block_until_ready(measure_windows(model, *carry, tokens[part]))
-    bar.close()
+    title = f"L = {length}, heads"
+    carry, _ = dispatched(measure_windows, model, (layers, jnp.int32(0)), (tokens,), each, turn, title)
     record = {
         "buffer_length": length,
         "heads": True,

@@ -228,15 +228,14 @@ def train(trainer: Trainer, name: str, options) -> tuple[nnx.State, list[dict]]:
     state = jax.device_put(state, jax.devices()[0])
     records, step, seconds, steps, saved = [], 0, 0.0, 1, time.perf_counter()
     writer, writing = ThreadPoolExecutor(1), None
-    with turn():
-        state, _, sums = trainer.run(state, trainer.data, 0, 1, 0.0)
-        jax.block_until_ready(sums)
+    scalars = (np.int32(0), np.int32(1), np.float32(0.0))
+    run = Trainer.run.lower(trainer, state, trainer.data, *scalars).compile()
     bar = tqdm(total=int(options.seconds), unit="s", mininterval=2.0)
     while seconds < options.seconds and (options.steps is None or step < options.steps):
         with turn():
             began = time.perf_counter()
             rate = trainer.rate(seconds / options.seconds)
-            state, norm, sums = trainer.run(state, trainer.data, step + 1, steps, rate)
+            state, norm, sums = run(state, trainer.data, np.int32(step), np.int32(steps), np.float32(rate))
             sums = np.asarray(sums, np.float64)
             spent = time.perf_counter() - began
         step, seconds = step + steps, seconds + spent
