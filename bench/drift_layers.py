@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
+from bench.drift_training import gated_delta_prefill
 from models.base import HybridModel
 from replayssm_jax.cache import AttentionLayer, AttentionSpec, RecurrentSpec, static
 from replayssm_jax.config import ReplayConfig
 from replayssm_jax.precision import decode, encode, row_random
+from replayssm_jax.recurrence import gated_delta
 from replayssm_jax.replay import Segment
 
 NAMES = {"fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8_e4m3": "FP8", "nvfp4": "NVFP4"}
@@ -114,6 +116,10 @@ class SimulatedLayer:
 
     def through(self, recurrence: ModuleType, state, inputs, reader, heads, segment: Segment):
         """Outputs of the window from a state, and the state behind it, unrounded."""
+        if recurrence is gated_delta:
+            # The library's triangular solve of such small systems is slow on a GPU.
+            wide = jax.tree.map(lambda field: field.astype(jnp.float32), (inputs, reader))
+            return gated_delta_prefill(state, *wide, heads, chunk=segment.tokens)
         lengths = jnp.full((state.shape[0],), segment.tokens, jnp.int32)
         return recurrence.prefill(state, inputs, reader, heads, lengths, chunk_size=segment.tokens)
 

@@ -25,7 +25,7 @@ PART = 15_000_000
 # Tokens over which the state of a head decays by e at first, from the first head of a layer to the last.
 SHORTEST, LONGEST = 4.0, 8192.0
 # Step sizes (Mamba-2) and softplus(dt_bias) (Gated DeltaNet) of those heads at first.
-FIRST_STEP, LAST_STEP = 0.1, 0.003
+FIRST_STEP, LAST_STEP = 0.1, 0.03
 
 _COMMON = {
     "dtype": "bfloat16",

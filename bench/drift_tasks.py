@@ -52,6 +52,8 @@ TASKS = (
     Task("sum", 64, 512),
     Task("sum", 512, 4096),
 )
+# Easier ones, for training alone: what they teach carries over to longer distances.
+NEAR_TASKS = (Task("recall", 8, 64), Task("copy", 8, 64), Task("sum", 8, 64))
 # Intervals of positions [first, last); with the eight tasks 48 cells.
 INTERVALS = (
     (0, 4096),
@@ -99,12 +101,18 @@ class _Facts:
 
 
 def task_stream(
-    text: bytes, length: int, seed: int, tasks: tuple[Task, ...] = TASKS, filler: int = 12
+    text: bytes,
+    length: int,
+    seed: int,
+    tasks: tuple[Task, ...] = TASKS,
+    *,
+    first: int = 0,
+    filler: int = 12,
 ) -> tuple[np.ndarray, np.ndarray]:
     """A stream of `length` bytes and what each byte is (TEXT, GIVEN, ANSWER + task), uint8 [length].
 
     text: bytes of at least 9, from which pieces of about `filler` bytes between facts are taken in turn, from
-    a random place on.
+    a random place on. first: number of the first of the tasks.
     """
     rng = random.Random(seed)
     facts, place = _Facts(rng), rng.randrange(len(text))
@@ -122,7 +130,7 @@ def task_stream(
         if due and due[0][0] <= len(body):
             _, _, (task, question, answer, name) = heapq.heappop(due)
             emit(question, GIVEN)
-            emit(answer, ANSWER + task)
+            emit(answer, ANSWER + first + task)
             facts.held[tasks[task].kind].discard(name)
             continue
         piece = rng.randrange(1, 2 * filler + 1)

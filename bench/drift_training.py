@@ -2,8 +2,8 @@
 
 The forms of the library's `prefill`, rearranged: what lies inside a chunk is computed for all chunks side by
 side, and only the states at the borders of chunks follow one another. Sums of products are float32, and so
-are states and decays. Differences of prefix sums stand for segment sums: a training step can bear their
-error. `StreamLayer` hands a layer's final state to the next window of the same row.
+are states and decays; float32 inputs are multiplied at full precision. In chunks of more than 32 tokens
+differences of prefix sums stand for segment sums: a training step can bear their error. `StreamLayer` hands a layer's final state to the next window of the same row.
 """
 
 from dataclasses import dataclass, replace
@@ -17,13 +17,16 @@ from jaxtyping import Array, Float, Float32
 from models.base import HybridModel
 from replayssm_jax.cache import RecurrentSpec, static
 from replayssm_jax.recurrence import gated_delta, mamba2
+from replayssm_jax.recurrence.segment import segment_sum
 from replayssm_jax.replay import Segment
 
 CHUNK = 128
 
 
 def _einsum(form: str, *operands: Array) -> Float32[Array, "..."]:
-    return jnp.einsum(form, *operands, preferred_element_type=jnp.float32)
+    exact = all(operand.dtype == jnp.float32 for operand in operands)
+    precision = jax.lax.Precision.HIGHEST if exact else None
+    return jnp.einsum(form, *operands, preferred_element_type=jnp.float32, precision=precision)
 
 
 def _by_chunk(scalars: Float32[Array, "B T H"], groups: int, chunk: int) -> Float32[Array, "B G M N C"]:
@@ -34,10 +37,16 @@ def _by_chunk(scalars: Float32[Array, "B T H"], groups: int, chunk: int) -> Floa
 
 def _decays(log_decay: Float32[Array, "*b C"], *, itself: bool) -> Float32[Array, "*b C C"]:
     """exp(sum over j+1..i of the log decays) at (i, j) for j < i (j <= i), else 0."""
-    total, size = jnp.cumsum(log_decay, axis=-1), log_decay.shape[-1]
+    *rows, size = log_decay.shape
+    if size <= 32:
+        flat = log_decay.reshape(1, -1, size)
+        sums = segment_sum(flat).reshape(*rows, size, size)
+    else:
+        total = jnp.cumsum(log_decay, axis=-1)
+        sums = total[..., :, None] - total[..., None, :]
     mask = jnp.tril(jnp.ones((size, size), bool), 0 if itself else -1)
     mask = mask.reshape((1,) * (log_decay.ndim - 1) + mask.shape)
-    return jnp.exp(jnp.where(mask, total[..., :, None] - total[..., None, :], -jnp.inf))
+    return jnp.exp(jnp.where(mask, sums, -jnp.inf))
 
 
 def _states_before(
@@ -103,8 +112,9 @@ def unit_lower_inverse(strict: Float32[Array, "*b n n"]) -> Float32[Array, "*b n
     while size < n:
         pairs = n // (2 * size)
         blocks = strict.reshape(*rows, pairs, 2, size, pairs, 2, size)
-        index = jnp.arange(pairs)
-        below = jnp.moveaxis(blocks[..., index, 1, :, index, 0, :], 0, -3)
+        # The blocks on the diagonal, by a sum: the gradient of a gather is a slow scatter.
+        same = jnp.eye(pairs, dtype=bool).reshape(*(1,) * len(rows), pairs, 1, pairs, 1)
+        below = jnp.sum(jnp.where(same, blocks[..., :, 1, :, :, 0, :], 0.0), axis=-2)
         halves = inverse.reshape(*rows, pairs, 2, size, size)
         top, bottom = halves[..., 0, :, :], halves[..., 1, :, :]
         corner = -_einsum("...ij,...jk,...kl->...il", bottom, below, top)

@@ -6,14 +6,14 @@
 Every row of a batch walks through a text or a stream of tasks (bench/drift_tasks.py) in windows of CONTEXT
 bytes. Gradients stay inside a window, the state goes on into the next one, and after eight windows on average
 the row begins elsewhere from an empty state: so the model knows states of far more than CONTEXT tokens. The
-rate of AdamW is a cosine over --seconds of training by the clock. Training runs in dispatches of about two
-seconds, each under the lock of --lock where processes share a device. Weights are stored about every 20
-seconds, rounded (bench/drift_models.py).
+rate of AdamW is a cosine over --seconds of training on the device, and ends after --wall seconds at the
+latest. Training runs in dispatches of about two seconds, each under the lock of --lock where processes share
+a device. Weights are stored about every 20 seconds, rounded (bench/drift_models.py).
 
-Records of the result file: {"step", "tokens", "seconds", "loss", "play", "code"} (nats a byte, of the
-training rows) and "right", the share of right answer bytes of every task; last {"final": true, "parameters",
-"heads": tokens over which a head's state decays by e in held-out text, by layer, and, of the rounded weights
-on held-out text and fresh tasks from an empty state, the same fields}.
+Records of the result file: {"step", "tokens", "seconds", "norm" (of the last gradient), "play", "code"}
+(nats a byte, of the training rows) and "right", the share of right answer bytes of every task, over the steps since the record
+before; last {"final": true, "parameters", and, of the rounded weights on held-out text and fresh tasks from
+an empty state, the same measures}.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from bench.drift_models import (
     rounded,
     save_weights,
 )
-from bench.drift_tasks import ANSWER, GIVEN, TASKS, TEXT, task_stream
+from bench.drift_tasks import ANSWER, GIVEN, NEAR_TASKS, TASKS, TEXT, task_stream
 from bench.drift_text import KINDS
 from bench.drift_training import stream_layers
 from bench.timing import exclusive
@@ -54,37 +54,46 @@ FIELDS = len(KINDS) + 1
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Settings of a run. rows: windows a step, half of them text, half tasks. answer_weight: of an answer
-    byte in the loss, where a byte of text has 1 and a random byte of a fact has 0."""
+    """Settings of a run.
 
-    rows: int = 16
+    rows: windows a step, two thirds of them tasks. answer_weight: of an answer byte in the loss, where a byte
+    of text has 1 and a random byte of a fact has 0. restart: probability that a row begins elsewhere.
+    streams, stream: number and bytes of the streams of tasks. near: every so many of them has NEAR_TASKS.
+    """
+
+    rows: int = 12
     context: int = CONTEXT
-    peak_rate: float = 2e-3
+    peak_rate: float = 2.5e-3
     last_rate: float = 2e-5
     warmup: float = 0.03
     weight_decay: float = 0.1
     answer_weight: float = 3.0
     restart: float = 0.125
     stream: int = 1 << 17
-    streams: int = 128
+    streams: int = 160
+    near: int = 4
     seed: int = 0
 
 
-def _stream(text: bytes, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _stream(text: bytes, length: int, seed: int, near: bool) -> tuple[np.ndarray, np.ndarray]:
+    if near:
+        return task_stream(text, length, seed, NEAR_TASKS, first=len(TASKS))
     return task_stream(text, length, seed)
 
 
 def task_pool(texts: list[np.ndarray], recipe: Recipe, workers: int) -> np.ndarray:
     """Bytes and what they are, uint8 [2, streams * stream], over the texts in turn."""
     bodies = [text.tobytes() for text in texts]
-    given = [bodies[i % len(bodies)] for i in range(recipe.streams)]
-    seeds = [recipe.seed * 1_000_003 + i for i in range(recipe.streams)]
-    lengths = [recipe.stream] * recipe.streams
+    numbers = range(recipe.streams)
+    given = [bodies[i % len(bodies)] for i in numbers]
+    seeds = [recipe.seed * 1_000_003 + i for i in numbers]
+    near = [bool(recipe.near) and i % recipe.near == 0 for i in numbers]
+    options = (given, [recipe.stream] * recipe.streams, seeds, near)
     if workers == 1:
-        parts = list(map(_stream, given, lengths, seeds))
+        parts = list(map(_stream, *options))
     else:
         with ProcessPoolExecutor(workers) as pool:
-            parts = list(pool.map(_stream, given, lengths, seeds, chunksize=4))
+            parts = list(pool.map(_stream, *options, chunksize=4))
     return np.stack([np.concatenate(field) for field in zip(*parts, strict=True)])
 
 
@@ -92,7 +101,9 @@ def forward(model, tokens, layers, segment):
     """Final hidden states of a window of every row, and the layers behind it."""
     # Dense products are kept for the backward pass, the rest is computed again.
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    x, moved = model.embed(tokens), []
+    # A product, since the gradient of a lookup is a scatter of many tokens into few rows.
+    table = model.embed.weight[...]
+    x, moved = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table, []
     for block, layer in zip(model.layers, layers, strict=True):
         x, layer = jax.checkpoint(lambda x, layer, block=block: block(x, segment, layer), policy=policy)(
             x, layer
@@ -129,7 +140,8 @@ class Trainer:
         parts = [*plain, pool]
         self.data = jnp.asarray(np.concatenate(parts, axis=1))
         ends = np.cumsum([part.shape[1] for part in parts])
-        kind = np.where(np.arange(recipe.rows) % 2, 2, np.arange(recipe.rows) // 2 % 2)
+        row = np.arange(recipe.rows)
+        kind = np.where(row % 3, len(KINDS), row // 3 % len(KINDS))
         self.low = jnp.asarray((ends - [part.shape[1] for part in parts])[kind], jnp.int32)
         self.high = jnp.asarray(ends[kind] - recipe.context - 1, jnp.int32)
         self.play = jnp.asarray(kind == 0)
@@ -149,7 +161,7 @@ class Trainer:
     def start(self, params):
         """State before the first step."""
         layers = stream_layers(self.model(params), self.recipe.rows, jnp.bfloat16)
-        return params, self.optimizer.init(params), layers, self.low
+        return params, self.optimizer.init(params), layers, jnp.copy(self.low)
 
     def losses(self, params, data, layers, places):
         """Nats and right predictions of every token, what the tokens are, and the layers behind them."""
@@ -159,7 +171,8 @@ class Trainer:
         model, segment = self.model(params), fresh_segment(tokens.shape[0], length - 1)
         hidden, layers = forward(model, tokens[:, :-1], layers, segment)
         logits = model.logits(hidden)
-        nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        target = jax.nn.one_hot(tokens[:, 1:], logits.shape[-1])
+        nats = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(target * logits, axis=-1)
         return nats, jnp.argmax(logits, axis=-1) == tokens[:, 1:], kinds, layers
 
     def objective(self, params, data, layers, places):
@@ -230,11 +243,16 @@ def train(trainer: Trainer, name: str, options) -> tuple[nnx.State, list[dict]]:
     writer, writing = ThreadPoolExecutor(1), None
     scalars = (np.int32(0), np.int32(1), np.float32(0.0))
     run = Trainer.run.lower(trainer, state, trainer.data, *scalars).compile()
-    bar = tqdm(total=int(options.seconds), unit="s", mininterval=2.0)
-    while seconds < options.seconds and (options.steps is None or step < options.steps):
+    bar, first = tqdm(total=int(options.seconds), unit="s", mininterval=2.0), time.perf_counter()
+
+    def share_done() -> float:
+        wall = (time.perf_counter() - first) / options.wall if options.wall else 0.0
+        return max(seconds / options.seconds, wall)
+
+    while share_done() < 1.0 and (options.steps is None or step < options.steps):
         with turn():
             began = time.perf_counter()
-            rate = trainer.rate(seconds / options.seconds)
+            rate = trainer.rate(share_done())
             state, norm, sums = run(state, trainer.data, np.int32(step), np.int32(steps), np.float32(rate))
             sums = np.asarray(sums, np.float64)
             spent = time.perf_counter() - began
@@ -256,11 +274,12 @@ def train(trainer: Trainer, name: str, options) -> tuple[nnx.State, list[dict]]:
 
 
 def held_out(trainer: Trainer, params: nnx.State, texts: dict[str, np.ndarray]) -> dict:
-    """The fields of a record for the rounded weights on held-out text and fresh tasks, and the memory of
-    heads."""
+    """The measures of the rounded weights on held-out text and fresh tasks."""
     recipe, rows = trainer.recipe, trainer.recipe.rows
     bodies = [texts[f"held_{kind}"] for kind in KINDS]
-    fresh = dataclasses.replace(recipe, streams=2, stream=rows * (recipe.context + 1), seed=recipe.seed + 1)
+    fresh = dataclasses.replace(
+        recipe, near=0, streams=2, stream=rows * (recipe.context + 1), seed=recipe.seed + 1
+    )
     parts = [np.stack([body, np.zeros_like(body)])[:, : rows * (recipe.context + 1)] for body in bodies]
     parts.append(task_pool(bodies, fresh, 1)[:, : rows * (recipe.context + 1)])
     weights = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), rounded(params))
@@ -284,6 +303,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=result_file.RESULTS, help="folder of the result file")
     parser.add_argument("--commit", required=True, help="commit of the code, for the result file")
     parser.add_argument("--seconds", type=float, default=130.0, help="training time on the device")
+    parser.add_argument("--wall", type=float, help="training time at most, waiting for the lock included")
     parser.add_argument("--steps", type=int, help="at most so many steps")
     parser.add_argument("--turn", type=float, default=2.0, help="seconds of a dispatch")
     parser.add_argument("--lock", type=Path, help="lock file of processes that share the device")
@@ -297,13 +317,14 @@ def main() -> None:
     texts = dict(np.load(options.data))
     pool = task_pool([texts[f"train_{kind}"] for kind in KINDS], recipe, options.workers)
     trainer = Trainer(options.name, recipe, texts, pool)
-    params, records = train(trainer, options.name, options)
+    result = result_file.head("bench.train_drift", options.commit) | {"recipe": dataclasses.asdict(recipe)}
+    params, result["records"] = train(trainer, options.name, options)
+    file = options.results / f"train_{options.name}.json"
+    result_file.write(result, file)
     final = {"final": True, "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
-    final |= held_out(trainer, params, texts)
-    print(json.dumps(final))
-    result = result_file.head("bench.train_drift", options.commit)
-    result |= {"recipe": dataclasses.asdict(recipe), "records": [*records, final]}
-    result_file.write(result, options.results / f"train_{options.name}.json")
+    result["records"].append(final | held_out(trainer, params, texts))
+    result_file.write(result, file)
+    print(json.dumps(result["records"][-1]))
 
 
 if __name__ == "__main__":
