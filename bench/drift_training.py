@@ -3,7 +3,8 @@
 The forms of the library's `prefill`, rearranged: what lies inside a chunk is computed for all chunks side by
 side, and only the states at the borders of chunks follow one another. Sums of products are float32, and so
 are states and decays; float32 inputs are multiplied at full precision. In chunks of more than 32 tokens
-differences of prefix sums stand for segment sums: a training step can bear their error. `StreamLayer` hands a layer's final state to the next window of the same row.
+differences of prefix sums stand for segment sums: a training step can bear their error. `StreamLayer` hands
+a layer's final state to the next window of the same row.
 """
 
 from dataclasses import dataclass, replace

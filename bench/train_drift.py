@@ -10,10 +10,9 @@ rate of AdamW is a cosine over --seconds of training on the device, and ends aft
 latest. Training runs in dispatches of about two seconds, each under the lock of --lock where processes share
 a device. Weights are stored about every 20 seconds, rounded (bench/drift_models.py).
 
-Records of the result file: {"step", "tokens", "seconds", "norm" (of the last gradient), "play", "code"}
-(nats a byte, of the training rows) and "right", the share of right answer bytes of every task, over the steps since the record
-before; last {"final": true, "parameters", and, of the rounded weights on held-out text and fresh tasks from
-an empty state, the same measures}.
+Records of the result file, one a dispatch: {"step", "tokens", "seconds", "norm" (of the last gradient),
+"play", "code" (nats a byte of the training rows), "right" (share of right answer bytes of every task)}. What
+the stored weights do with held-out text and fresh tasks is in the FP32 records of `bench.precision_drift`.
 """
 
 import argparse
@@ -39,7 +38,6 @@ from bench.drift_models import (
     abstract,
     initial_parameters,
     load_weights,
-    rounded,
     save_weights,
 )
 from bench.drift_tasks import ANSWER, GIVEN, NEAR_TASKS, TASKS, TEXT, task_stream
@@ -273,27 +271,6 @@ def train(trainer: Trainer, name: str, options) -> tuple[nnx.State, list[dict]]:
     return params, records
 
 
-def held_out(trainer: Trainer, params: nnx.State, texts: dict[str, np.ndarray]) -> dict:
-    """The measures of the rounded weights on held-out text and fresh tasks."""
-    recipe, rows = trainer.recipe, trainer.recipe.rows
-    bodies = [texts[f"held_{kind}"] for kind in KINDS]
-    fresh = dataclasses.replace(
-        recipe, near=0, streams=2, stream=rows * (recipe.context + 1), seed=recipe.seed + 1
-    )
-    parts = [np.stack([body, np.zeros_like(body)])[:, : rows * (recipe.context + 1)] for body in bodies]
-    parts.append(task_pool(bodies, fresh, 1)[:, : rows * (recipe.context + 1)])
-    weights = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), rounded(params))
-    score = jax.jit(trainer.losses)
-    sums = 0.0
-    for index, part in enumerate(parts):
-        places = np.arange(rows) * (part.shape[1] // rows)
-        layers = stream_layers(trainer.model(weights), rows, jnp.bfloat16)
-        places = np.minimum(places, part.shape[1] - recipe.context - 1).astype(np.int32)
-        nats, right, kinds, _ = score(weights, jnp.asarray(part), layers, jnp.asarray(places))
-        sums = sums + np.asarray(measures(nats, right, kinds, jnp.full((rows,), index == 0)), np.float64)
-    return named(sums)
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -319,12 +296,8 @@ def main() -> None:
     trainer = Trainer(options.name, recipe, texts, pool)
     result = result_file.head("bench.train_drift", options.commit) | {"recipe": dataclasses.asdict(recipe)}
     params, result["records"] = train(trainer, options.name, options)
-    file = options.results / f"train_{options.name}.json"
-    result_file.write(result, file)
-    final = {"final": True, "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
-    result["records"].append(final | held_out(trainer, params, texts))
-    result_file.write(result, file)
-    print(json.dumps(result["records"][-1]))
+    result["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(params))
+    result_file.write(result, options.results / f"train_{options.name}.json")
 
 
 if __name__ == "__main__":
