@@ -79,10 +79,11 @@ class MeasuredLayer:
             square=self.sums.square + jnp.sum(jnp.exp(2.0 * total), axis=0),
             windows=self.sums.windows + texts,
         )
-        rows = jax.tree.map(
+        inputs, reader = jax.tree.map(
             lambda field: jnp.tile(field, (count, *(1,) * (field.ndim - 1))), (inputs, reader)
         )
-        outputs, state = self.states.through(recurrence, self.states.checkpoint, *rows, heads, segment)
+        before = self.states.checkpoint
+        outputs, state = self.states.through(recurrence, before, inputs, reader, heads, segment)
         return outputs[:texts], replace(self, states=self.states.rewritten(state, segment), sums=sums)
 
 

@@ -70,7 +70,7 @@ CONFIGURATIONS = (
 
 
 def simulated(
-    x: Float32[Array, "B H V K"], formats: tuple[str, ...], random: tuple[Array | None, ...] | None = None
+    x: Float32[Array, "B H V K"], formats: tuple[str, ...], random: tuple | None = None
 ) -> Float32[Array, "B H V K"]:
     """Every equal share of the rows encoded in its format, and decoded; fp32 leaves them as they are.
 
@@ -78,9 +78,8 @@ def simulated(
     """
     shares = jnp.split(x, len(formats))
     words = random or (None,) * len(formats)
-    return jnp.concatenate(
-        [decode(encode(share, *options)) for share, *options in zip(shares, formats, words, strict=True)]
-    )
+    parts = zip(shares, formats, words, strict=True)
+    return jnp.concatenate([decode(encode(share, format, random)) for share, format, random in parts])
 
 
 @jax.tree_util.register_dataclass
@@ -118,8 +117,8 @@ class SimulatedLayer:
         """Outputs of the window from a state, and the state behind it, unrounded."""
         if recurrence is gated_delta:
             # The library's triangular solve of such small systems is slow on a GPU.
-            wide = jax.tree.map(lambda field: field.astype(jnp.float32), (inputs, reader))
-            return gated_delta_prefill(state, *wide, heads, chunk=segment.tokens)
+            inputs, reader = jax.tree.map(lambda field: field.astype(jnp.float32), (inputs, reader))
+            return gated_delta_prefill(state, inputs, reader, heads, chunk=segment.tokens)
         lengths = jnp.full((state.shape[0],), segment.tokens, jnp.int32)
         return recurrence.prefill(state, inputs, reader, heads, lengths, chunk_size=segment.tokens)
 

@@ -145,7 +145,7 @@ def task_stream(
             emit(stated, GIVEN)
             distance = int(math.exp(rng.uniform(*ranges[task])))
             heapq.heappush(due, (len(body) + distance, count, (task, question, answer, name)))
-    return tuple(np.frombuffer(bytes(part[:length]), np.uint8) for part in (body, kinds))
+    return np.frombuffer(body[:length], np.uint8), np.frombuffer(kinds[:length], np.uint8)
 
 
 def answers(kinds: np.ndarray) -> Iterator[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ The texts and the held-out files of `bench.embedded_text`, as bytes (ASCII, line
 import argparse
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def as_bytes(texts: list[str]) -> np.ndarray:
     return joined[joined >= LEAST]
 
 
-def prepared(archive: Path) -> dict[str, np.ndarray]:
+def prepared(archive: Path) -> dict[str, Any]:
     """The four arrays of the file."""
     texts = {"play": plays(archive), "code": code(Path(sysconfig.get_path("stdlib")))}
     arrays = {}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from models.base import HybridModel
-from replayssm_jax.cache import RecurrentSpec, static
+from replayssm_jax.cache import LayerSpec, RecurrentSpec, static
 from replayssm_jax.recurrence import gated_delta, mamba2
 from replayssm_jax.recurrence.segment import segment_sum
 from replayssm_jax.replay import Segment
@@ -200,7 +200,7 @@ class StreamLayer:
 def stream_layers(model: HybridModel, batch: int, dtype) -> tuple:
     """A layer of zeros for every recurrent layer of the model, None elsewhere."""
 
-    def layer(spec: RecurrentSpec | None) -> StreamLayer | None:
+    def layer(spec: LayerSpec) -> StreamLayer | None:
         if spec is None:
             return None
         assert isinstance(spec, RecurrentSpec), "models with attention are not trained here"

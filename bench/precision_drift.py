@@ -152,7 +152,9 @@ def head_errors(model: HybridModel, streams: Streams, length: int, each: int, tu
 def load(name: str, weights: Path | None) -> HybridModel:
     """A model of `bench.drift_models` from its weights, or an embedded one."""
     if name in EMBEDDED:
-        return rs.load(name, dtype=jnp.bfloat16, mtp=False).model
+        model = rs.load(name, dtype=jnp.bfloat16, mtp=False).model
+        assert isinstance(model, HybridModel)
+        return model
     if weights is None:
         raise SystemExit(f"{name} needs --weights, the folder that bench.train_drift wrote.")
     return load_weights(weights, name)

@@ -96,7 +96,7 @@ def test_windows_are_single_steps_for_every_configuration(family, layers):
 
 
 def test_simulated_formats_are_the_stored_ones():
-    """A flush writes the same bits: checkpoint and copy of every configuration, with seeds, layer and start."""
+    """A flush writes the same bits: checkpoint and copy of every configuration, by seed, layer and start."""
     rng = np.random.default_rng(3)
     shape, count = (2, 3, 4, 32), len(CONFIGURATIONS)
     states = rng.normal(size=(count, *shape)) * np.exp(4 * rng.normal(size=(count, *shape)))
