@@ -40,7 +40,8 @@ class Setting:
     tokens of a row at the start, and up to `spread` more where rows differ. steps: a dispatch; dispatches: a
     repeat; repeats: how often it is timed. phases, of the rows' flushes: "random" (drawn from the long run),
     "synchronised" (all rows at the same step) or "spread" (as `generate` spreads them). step_times: read the
-    device's clock after every step.
+    device's clock after every step. recurrence, read: formats of replay's checkpoint and of what its outputs
+    read.
     """
 
     model: str
@@ -58,6 +59,8 @@ class Setting:
     repeats: int = 5
     phases: str = "random"
     step_times: bool = False
+    recurrence: str = "fp32"
+    read: str = "fp32"
 
     @property
     def accepted(self) -> tuple[float, ...]:
@@ -82,7 +85,11 @@ class Setting:
         if self.method == "eager":
             return EagerConfig(implementation=self.implementation)
         return ReplayConfig(
-            buffer_length=self.buffer_length, window=self.window, implementation=self.implementation
+            buffer_length=self.buffer_length,
+            window=self.window,
+            implementation=self.implementation,
+            recurrence=self.recurrence,
+            read=self.read,
         )
 
 
@@ -205,14 +212,16 @@ class Run:
             accepted=setting.accepted,
             buffer_length=setting.buffer_length,
             context=setting.mean_context,
+            recurrence=setting.recurrence,
+            read=setting.read,
         )
         memory: Any = self.program.memory_analysis()
         middle, committed = float(np.median(times)), float(self._accepted.mean())
         ceilings = roofline.Ceilings()
         steps = self._steps(len(seconds)) if setting.step_times else {}
         return self._head("verify" if setting.window > 1 else "decode") | {
-            "state": "fp32",
-            "recurrence": "fp32",
+            "state": setting.read,
+            "recurrence": setting.recurrence,
             "phases": setting.phases,
             "context": round(setting.mean_context),
             "accepted": round(committed, 4),

@@ -24,6 +24,7 @@ from bench import result_file
 from bench.decode_loop import PHASES, Setting, needed_bytes
 from bench.e2e_models import CUT_LAYERS, HUB_NAMES, STAND_INS
 from bench.processes import Task, add_options, run_all
+from replayssm_jax.precision import FORMATS
 
 METHODS = ("eager", "replay")
 
@@ -32,7 +33,8 @@ def groups(settings: list[Setting], memory: float) -> list[list[Task]]:
     """A pair of tasks that take turns for every setting, or two that do not where `memory` is too small."""
     result = []
     for setting in settings:
-        pair = [dataclasses.replace(setting, method=method) for method in METHODS]
+        eager = dataclasses.replace(setting, method="eager", recurrence="fp32", read="fp32")
+        pair = [eager, dataclasses.replace(setting, method="replay")]
         tasks = [Task(setting=one) for one in pair]
         together = sum(map(needed_bytes, pair)) < memory
         result += [tasks] if together else [[task] for task in tasks]
@@ -110,6 +112,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="tokens a dispatch")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--buffer-length", type=int, default=16)
+    parser.add_argument("--recurrence", default="fp32", choices=FORMATS, help="replay's checkpoint")
+    parser.add_argument("--read", default="fp32", choices=FORMATS, help="what replay's outputs read")
     parser.add_argument("--phases", choices=PHASES, default="random")
     parser.add_argument("--memory", type=float, default=130.0, help="GB for both processes, or one of them")
     parser.add_argument("--jobs", type=int, default=1, help="pairs that compile side by side")
@@ -136,6 +140,8 @@ def main() -> None:
             dispatches=-(-options.new_tokens // options.steps),
             repeats=options.repeats,
             phases=options.phases,
+            recurrence=options.recurrence,
+            read=options.read,
         )
         for layers, batches in (
             (None, options.full_batches),

@@ -22,6 +22,7 @@ from bench.e2e_models import depth_cut, published
 from bench.kernel_cases import COPY_BYTES_A_US, READ_BYTES_A_US
 from models.checkpoint import abstract_model
 from models.config import ModelConfig
+from replayssm_jax import precision
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
 from replayssm_jax.recurrence import RECURRENCES
 
@@ -132,12 +133,15 @@ def step_parts(
     buffer_length: int = 16,
     context: float = 512.0,
     activation_bytes: int = 2,
-    state_bytes: int = 4,
+    recurrence: str = "fp32",
+    read: str = "fp32",
 ) -> dict[str, Part]:
     """The parts of one step: weights, head, state, ring, conv, kv, activations, logits.
 
     accepted: as for `phases`; its length is T, the tokens of a step. context: mean committed tokens of a row,
-    whose keys and values are read. Weights and activations have `activation_bytes`, states `state_bytes`.
+    whose keys and values are read. Weights and activations have `activation_bytes`. recurrence, read: formats
+    of the checkpoint and of what a replay step reads; where they differ, a flush writes a copy too. Other
+    states are float32.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
@@ -148,7 +152,7 @@ def step_parts(
     rows, width = batch * tokens, activation_bytes
     recurrent = [spec for spec in model.cache_specs() if isinstance(spec, RecurrentSpec)]
     attention = [spec for spec in model.cache_specs() if isinstance(spec, AttentionSpec)]
-    state = sum(spec.heads * spec.head_dim * spec.d_state for spec in recurrent) * batch * state_bytes
+    state = batch * state_bytes(recurrent, "fp32")
     column = sum(spec.conv_channels for spec in recurrent) * batch * width
     past = max((spec.conv_kernel - 1 for spec in recurrent), default=0)
     token_kv = sum(2 * spec.kv_heads * spec.head_dim for spec in attention) * batch * width
@@ -161,7 +165,9 @@ def step_parts(
     else:
         long_run = phases(accepted, buffer_length)
         entry = sum(entry_bytes(spec) for spec in recurrent) * batch
-        states = Part(read=(1 - long_run.flushing) * state, copied=2 * long_run.flushing * state)
+        checkpoint, copy = (batch * state_bytes(recurrent, format) for format in (recurrence, read))
+        rewritten = 2 * checkpoint + (copy if read != recurrence else 0)
+        states = Part(read=(1 - long_run.flushing) * copy, copied=long_run.flushing * rewritten)
         ring = Part(read=long_run.length * entry, copied=tokens * entry)
     kernels = matrices(model.layers)
     weights = sum(math.prod(shape) for shape in kernels)
@@ -182,6 +188,15 @@ def matrices(layers: nnx.Module) -> list[tuple[int, ...]]:
     """Shapes (inputs, outputs) of the layers' projections."""
     leaves = jax.tree_util.tree_leaves_with_path(layers)
     return [leaf.shape for path, leaf in leaves if ".kernel" in jax.tree_util.keystr(path)]
+
+
+def state_bytes(specs: Sequence[RecurrentSpec], format: str) -> int:
+    """Bytes of one row's states in a format, scales included."""
+
+    def stored() -> list:
+        return [precision.zeros((spec.heads, spec.head_dim, spec.d_state), format) for spec in specs]
+
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(stored)))
 
 
 def entry_bytes(spec: RecurrentSpec) -> int:

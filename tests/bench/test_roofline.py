@@ -98,6 +98,17 @@ def test_bytes_are_the_sizes_of_the_cache(name):
     )
 
 
+def test_bytes_of_a_read_copy_by_hand():
+    """L = 16, one token a step: one row in 16 flushes. NVFP4 has 4 bits, a byte for 16 and four for 128."""
+    config = depth_cut(published("nano-4b"), 1)
+    elements = 2 * 96 * 80 * 128
+    copy = elements * (4 / 8 + 1 / 16 + 4 / 128)
+    parts = step_parts(config, "replay", 2, recurrence="fp16", read="nvfp4")
+    assert parts["state"].read == pytest.approx(copy * 15 / 16)
+    assert parts["state"].copied == pytest.approx((2 * 2 * elements + copy) / 16)
+    assert step_parts(config, "replay", 2)["state"].copied == pytest.approx(2 * 4 * elements / 16)
+
+
 def test_a_part_takes_the_larger_of_bytes_and_operations():
     ceilings = Ceilings(read=100.0, copy=50.0, flops=1000.0)
     assert Part(read=300.0, copied=100.0).seconds(ceilings) == 5.0
