@@ -120,9 +120,9 @@ def whole_steps(results: Results, batches: Sequence[int]) -> Answer | None:
     """C4, C5: whole decode steps at some batches, whole models."""
     files, parts = [], []
     for name, records in of_bench(results, "bench.e2e_decode_speedup").items():
-        for (shape, cut, _, batch, _, phase), pair in e2e_report.pairs(records).items():
-            if batch in batches and not cut and phase == "random":
-                parts.append(f"{shape} batch {batch}: {e2e_report.speedup(pair):.2f}x")
+        for place, pair in e2e_report.pairs(records).items():
+            if place.batch in batches and place.plain and not place.depth_cut:
+                parts.append(f"{place.shape} batch {place.batch}: {e2e_report.speedup(pair):.2f}x")
                 files.append(name)
     if not parts:
         return None
@@ -167,9 +167,10 @@ def contexts(results: Results) -> Answer | None:
     lines: dict[tuple, list[tuple[int, float]]] = {}
     files = []
     for name, records in of_bench(results, "bench.e2e_decode_speedup").items():
-        for (shape, cut, layers, batch, context, phase), pair in e2e_report.pairs(records).items():
-            if phase == "random" and cut:
-                lines.setdefault((shape, layers, batch), []).append((context, e2e_report.speedup(pair)))
+        for place, pair in e2e_report.pairs(records).items():
+            if place.plain and place.depth_cut:
+                line = lines.setdefault((place.shape, place.layers, place.batch), [])
+                line.append((place.context, e2e_report.speedup(pair)))
                 files.append(name)
     lines = {line: sorted(points) for line, points in lines.items() if len(points) > 2}
     if not lines:
@@ -262,10 +263,10 @@ def costs(results: Results) -> Answer | None:
     """C16: the bytes of a replay cache against an eager one."""
     parts, files = [], []
     for name, records in of_bench(results, "bench.e2e_decode_speedup").items():
-        for (shape, cut, _, batch, context, phase), pair in e2e_report.pairs(records).items():
-            if batch == 256 and not cut and phase == "random":
+        for place, pair in e2e_report.pairs(records).items():
+            if place.batch == 256 and place.plain and not place.depth_cut:
                 more = pair["replay"]["cache_bytes"] / pair["eager"]["cache_bytes"] - 1
-                parts.append(f"{shape}: cache {100 * more:.1f} % larger (context {context})")
+                parts.append(f"{place.shape}: cache {100 * more:.1f} % larger (context {place.context})")
                 files.append(name)
     if not parts:
         return None

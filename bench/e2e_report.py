@@ -6,15 +6,38 @@ python -m bench.e2e_report bench/results/e2e_*.json
 
 import argparse
 import json
+import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.e2e_decode_speedup import METHODS
 from bench.kernel_report import rows_of_table
 
 NAMES = {"nano-4b": "Nemotron-3-Nano-4B", "qwen3.5-4b": "Qwen3.5-4B"}
-# What was run, but not by which method.
-Place = tuple[str, bool, int, int, int, str]
+
+
+class Place(NamedTuple):
+    """What was run, but not by which method: fields of the records. state, recurrence: replay's formats."""
+
+    shape: str
+    depth_cut: bool
+    layers: int
+    batch: int
+    context: int
+    phases: str
+    state: str
+    recurrence: str
+
+    @property
+    def depth(self) -> str:
+        """The number of layers in words."""
+        return f"{self.layers} (cut)" if self.depth_cut else str(self.layers)
+
+    @property
+    def plain(self) -> bool:
+        """Whether rows are in random phases and states float32."""
+        return (self.phases, self.state, self.recurrence) == ("random", "fp32", "fp32")
 
 
 def read(paths: Iterable[Path], bench: str) -> list[dict]:
@@ -24,18 +47,20 @@ def read(paths: Iterable[Path], bench: str) -> list[dict]:
 
 
 def pairs(records: Sequence[dict]) -> dict[Place, dict[str, dict]]:
-    """Decode records by place, then by method, where both methods ran; whole models first, then by size.
+    """Eager and replay records of the same place, by method; whole models first, then by size.
 
-    A place is shape, depth cut, layers, batch, context and phases.
+    An eager step, whose states are float32 and which has no phases, stands beside every replay step of its
+    size.
     """
-    found: dict[Place, dict[str, dict]] = {}
-    for record in records:
-        if record["op"] == "decode":
-            place = tuple(
-                record[name] for name in ("shape", "depth_cut", "layers", "batch", "context", "phases")
-            )
-            found.setdefault(place, {})[record["method"]] = record
-    return {place: found[place] for place in sorted(found) if set(METHODS) <= set(found[place])}
+    decode = [record for record in records if record["op"] == "decode"]
+    size = operator.itemgetter("shape", "layers", "batch", "context")
+    eager = {size(record): record for record in decode if record["method"] == "eager"}
+    found = {
+        Place(*(record[name] for name in Place._fields)): {"eager": eager[size(record)], "replay": record}
+        for record in decode
+        if record["method"] == "replay" and size(record) in eager
+    }
+    return {place: found[place] for place in sorted(found)}
 
 
 def speedup(pair: dict[str, dict]) -> float:
@@ -45,16 +70,15 @@ def speedup(pair: dict[str, dict]) -> float:
 
 def steps(records: Sequence[dict]) -> str:
     """Milliseconds a step of both methods, with the speed-up and the share of the roofline."""
-    header = ["model", "layers", "batch", "context", "phases", "eager", "replay", "speed-up"]
+    header = ["model", "layers", "batch", "context", "phases", "state read", "eager", "replay", "speed-up"]
     header += ["tokens/s", "eager, of its floor", "replay, of its floor"]
     rows = []
-    for (shape, cut, layers, batch, context, phase), pair in pairs(records).items():
-        depth = f"{layers} (cut)" if cut else str(layers)
+    for place, pair in pairs(records).items():
         milliseconds = [f"{pair[method]['time_us'] / 1e3:.2f}" for method in METHODS]
         shares = [f"{100 * pair[m]['floor_us'] / pair[m]['time_us']:.0f} %" for m in METHODS]
-        cells = [NAMES.get(shape, shape), depth, str(batch), str(context), phase, *milliseconds]
-        rate = pair["replay"]["tokens_per_second"]
-        rows.append([*cells, f"{speedup(pair):.2f}", f"{rate:,.0f}", *shares])
+        cells = [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), f"{place.context:,}"]
+        cells += [place.phases, place.state, *milliseconds, f"{speedup(pair):.2f}"]
+        rows.append([*cells, f"{pair['replay']['tokens_per_second']:,.0f}", *shares])
     return rows_of_table(header, rows)
 
 

@@ -82,15 +82,15 @@ def plot(records: list[dict], path: Path) -> None:
 
 
 def by_batch(records: Sequence[dict]) -> dict[tuple[str, bool], tuple[list[int], list[float]]]:
-    """Batches and speed-ups of each model, whole and cut, rows in random phases, at the context that most
-    pairs have."""
-    pairs = {place: pair for place, pair in e2e_report.pairs(records).items() if place[5] == "random"}
-    contexts = Counter(place[4] for place in pairs)
+    """Batches and speed-ups of each model, whole and cut, rows in random phases and float32 states, at the
+    context that most pairs have."""
+    pairs = {place: pair for place, pair in e2e_report.pairs(records).items() if place.plain}
+    contexts = Counter(place.context for place in pairs)
     lines: dict[tuple[str, bool], tuple[list[int], list[float]]] = {}
-    for (shape, cut, _, batch, context, _), pair in pairs.items():
-        if context == contexts.most_common(1)[0][0]:
-            batches, ratios = lines.setdefault((shape, cut), ([], []))
-            batches.append(batch)
+    for place, pair in pairs.items():
+        if place.context == contexts.most_common(1)[0][0]:
+            batches, ratios = lines.setdefault((place.shape, place.depth_cut), ([], []))
+            batches.append(place.batch)
             ratios.append(e2e_report.speedup(pair))
     return lines
 
@@ -98,11 +98,11 @@ def by_batch(records: Sequence[dict]) -> dict[tuple[str, bool], tuple[list[int],
 def by_context(records: Sequence[dict]) -> dict[tuple[str, int, str], tuple[list[int], list[float]]]:
     """Contexts and milliseconds a step of each model, batch and method that ran at three contexts."""
     lines: dict[tuple[str, int, str], tuple[list[int], list[float]]] = {}
-    for (shape, _, _, batch, context, phase), pair in e2e_report.pairs(records).items():
+    for place, pair in e2e_report.pairs(records).items():
         for method, record in pair.items():
-            if phase == "random":
-                contexts, times = lines.setdefault((shape, batch, method), ([], []))
-                contexts.append(context)
+            if place.plain and place.depth_cut:
+                contexts, times = lines.setdefault((place.shape, place.batch, method), ([], []))
+                contexts.append(place.context)
                 times.append(record["time_us"] / 1e3)
     return {line: points for line, points in lines.items() if len(points[0]) > 2}
 
@@ -125,10 +125,10 @@ def whole_models(records: Sequence[dict], path: Path, batch: int = 256) -> None:
             )
         axes[1].set(xlabel="context, tokens", ylabel="ms a step (depth cut)", xscale="log", yscale="log")
         bars = [
-            (f"{shape}\n{method}", pair[method])
-            for (shape, cut, _, rows, _, phase), pair in e2e_report.pairs(records).items()
+            (f"{place.shape}\n{method}", pair[method])
+            for place, pair in e2e_report.pairs(records).items()
             for method in ("eager", "replay")
-            if rows == batch and not cut and phase == "random"
+            if place.batch == batch and place.plain and not place.depth_cut
         ]
         roofline_bars(axes[2], bars)
         axes[2].set(ylabel=f"ms a step, batch {batch}")

@@ -18,7 +18,8 @@ def kernel(method, time, **fields):
 def decode(method, time, **fields):
     return {
         "shape": "nano-4b", "layers": 42, "depth_cut": False, "batch": 256, "method": method, "op": "decode",
-        "context": 288, "phases": "random", "time_us": time, "cache_bytes": 1000,
+        "context": 288, "phases": "random", "state": "fp32", "recurrence": "fp32", "time_us": time,
+        "cache_bytes": 1000,
     } | fields  # fmt: skip
 
 

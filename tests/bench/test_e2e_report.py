@@ -13,7 +13,9 @@ def record(method, time, batch=256, context=288, **fields):
     parts = dict.fromkeys(plots.PARTS, 0.0) | {"state": 3000.0, "weights": 2000.0}
     return WHOLE | {
         "batch": batch, "method": method, "op": "decode", "context": context, "phases": "random",
-        "time_us": time, "floor_us": 5000.0, "floor_parts_us": parts, "tokens_per_second": batch / time * 1e6,
+        "state": "fp32", "recurrence": "fp32", "time_us": time,
+        "floor_us": 5000.0, "floor_parts_us": parts,
+        "tokens_per_second": batch / time * 1e6,
         "lowering_s": 4.0, "compile_s": 16.0,
     } | fields  # fmt: skip
 
@@ -61,9 +63,12 @@ def test_tables_pair_the_methods(files):
     steps, compiled, generation = (table.splitlines()[2:] for table in e2e_report.tables(files).values())
     assert len(steps) == 5
     assert steps[1] == (
-        "| Nemotron-3-Nano-4B | 42 | 256 | 288 | random | 15.00 | 10.00 | 1.50 | 25,600 | 33 % | 50 % |"
+        "| Nemotron-3-Nano-4B | 42 | 256 | 288 | random | fp32 | 15.00 | 10.00 | 1.50 | 25,600 "
+        "| 33 % | 50 % |"
     )
-    assert steps[2].startswith("| Nemotron-3-Nano-4B | 10 (cut) | 64 | 288 | random | 1.00 | 0.80 | 1.25 |")
+    assert steps[2].startswith(
+        "| Nemotron-3-Nano-4B | 10 (cut) | 64 | 288 | random | fp32 | 1.00 | 0.80 | 1.25 |"
+    )
     assert compiled == ["| Nemotron-3-Nano-4B | replay | 256 | 20 | 6 |"]
     assert generation == ["| Qwen3.5-4B | 32 | 1 | 64 | 200 | 20 | 10.0 | 12.5 |"]
 
