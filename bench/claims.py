@@ -8,10 +8,10 @@ Writes bench/CLAIMS.md from bench/results/*.json alone; a claim without a result
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bench import e2e_report, result_file
+from bench import drift_report, e2e_report, result_file
 from bench.kernel_cases import MAIN
 from bench.kernel_report import EAGER_PEERS, pick, rows_of_table, step
 
@@ -259,6 +259,101 @@ def low_precision_reads(results: Results) -> Answer | None:
     )
 
 
+def drift(results: Results) -> Iterator[tuple[str, str, dict[str, dict], list[dict]]]:
+    """Models of the precision study at L = 16: file, model, records by configuration, all records."""
+    wanted = {drift_report.FP32, drift_report.SHARED, drift_report.SEPARATE, drift_report.STOCHASTIC}
+    for name, records in of_bench(results, "bench.precision_drift").items():
+        for model in dict.fromkeys(record["model"] for record in records):
+            runs = {
+                record["configuration"]: record
+                for record in records
+                if record["model"] == model and record["buffer_length"] == 16 and "configuration" in record
+            }
+            if wanted <= set(runs):
+                yield name, model, runs, records
+
+
+def divergence(results: Results) -> Answer | None:
+    """C11, C12: divergence at the end of the longest texts, shared copy against separate one."""
+    parts, files = [], []
+    for name, model, runs, _ in drift(results):
+        both = runs[drift_report.SHARED], runs[drift_report.SEPARATE]
+        shared, separate = (drift_report.plain(record, "kl").mean(axis=0)[-1] for record in both)
+        change = f"{shared:.2g} falls to {separate:.2g} ({shared / separate:.0f}x)"
+        parts.append(f"{model} at {both[0]['tokens']:,} tokens {change}")
+        files.append(name)
+    if not parts:
+        return None
+    return Answer(
+        figure="KL of " + "; ".join(parts),
+        conditions="models trained here, held-out text, simulated formats, nearest rounding",
+        files=list(dict.fromkeys(files)),
+    )
+
+
+def right_answers(results: Results) -> Answer | None:
+    """C13: shares of right answers over all tasks and lengths."""
+    parts, files = [], []
+    for name, model, runs, _ in drift(results):
+        shares = []
+        for label in (drift_report.FP32, drift_report.SHARED, drift_report.STOCHASTIC):
+            cells = [cell for task in runs[label]["cells"] for cell in task]
+            right, asked = (sum(cell[i] for cell in cells) for i in range(2))
+            if asked:
+                shares.append(f"{label} {100 * right / asked:.1f} %")
+        if shares:
+            parts.append(f"{model}: {', '.join(shares)}")
+            files.append(name)
+    if not parts:
+        return None
+    return Answer(
+        figure="right answers of " + "; ".join(parts),
+        conditions="tasks with exact answers, models trained here, not the authors' benchmarks",
+        files=list(dict.fromkeys(files)),
+    )
+
+
+def cells_inside(results: Results) -> Answer | None:
+    """C14: tasks by interval of length whose share of right answers lies inside the FP32 run's interval."""
+    parts, files = [], []
+    for name, model, runs, records in drift(results):
+        inside = {label: drift_report.inside(records, record) for label, record in runs.items()}
+        found, asked = inside[drift_report.STOCHASTIC]
+        if asked:
+            parts.append(f"{model}: {found} of {asked} (shared NVFP4: {inside[drift_report.SHARED][0]})")
+            files.append(name)
+    if not parts:
+        return None
+    return Answer(
+        figure="NVFP4 read + FP8 stochastic inside in " + "; ".join(parts),
+        conditions="tasks with exact answers by interval of position, 95 % intervals, models trained here",
+        files=list(dict.fromkeys(files)),
+    )
+
+
+def forgetting(results: Results) -> Answer | None:
+    """C15: shares of reads that a bound on what they add would skip."""
+    parts, files = [], []
+    for name, records in of_bench(results, "bench.forgotten_heads").items():
+        for source in ("trained", "initialised"):
+            mine = [r for r in records if r["source"] == source and r["buffer_length"] == 16]
+            if mine:
+                low, high = (100 * f(r["bfloat16"] for r in mine) for f in (min, max))
+                exact = 100 * max(r["exact"] for r in mine)
+                parts.append(
+                    f"{source}: {low:.1f} to {high:.1f} % of reads add less than bfloat16 shows, "
+                    f"{exact:.1f} % at most are exactly 0"
+                )
+                files.append(name)
+    if not parts:
+        return None
+    return Answer(
+        figure="; ".join(parts),
+        conditions="L = 16; embedded models over held-out text, published sizes with decays as initialised",
+        files=list(dict.fromkeys(files)),
+    )
+
+
 def costs(results: Results) -> Answer | None:
     """C16: the bytes of a replay cache against an eager one."""
     parts, files = [], []
@@ -355,12 +450,14 @@ CLAIMS = (
         "divergence falls against a shared NVFP4 checkpoint",
         figure="KL 13x to 36x smaller at the longest generation",
         conditions="simulated quantisation, published weights",
+        answer=divergence,
     ),
     Claim(
         name="C12",
         claim="Divergence from float32 decoding at 128K tokens, shared NVFP4 against NVFP4 reads",
         figure="KL 0.136 falls to 0.0038",
         conditions="Qwen3.5-4B, PG-19",
+        answer=divergence,
     ),
     Claim(
         name="C13",
@@ -369,18 +466,21 @@ CLAIMS = (
         "rounding",
         figure="loses 3 to 31 points; within about 2 for three of four models",
         conditions="GPQA-Diamond, four models",
+        answer=right_answers,
     ),
     Claim(
         name="C14",
         claim="Accuracy by interval of length",
         figure="inside the float32 interval in 41 of 48; shared NVFP4 up to 28.2 points behind",
         conditions="MMLU-Pro, GPQA-Diamond",
+        answer=cells_inside,
     ),
     Claim(
         name="C15",
         claim="Heads that have forgotten can skip the checkpoint's read, and flush by a pure write",
         figure="a sketch",
         conditions="not built by the authors",
+        answer=forgetting,
     ),
     Claim(
         name="C16",

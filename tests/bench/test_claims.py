@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import claims, result_file
+from bench import claims, drift_report, result_file
 
 HEAD = {"commit": "abc", "command": "python -m bench.x", "device": "gpu NVIDIA H200, 1 device(s)"}
 
@@ -35,6 +35,17 @@ def rows(method, count):
     return {"shape": "nano-4b", "method": method, "op": "concurrency", "window": 4, "rows": count}
 
 
+def studied(configuration, divergence, right):
+    return {
+        "model": "m", "buffer_length": 16, "configuration": configuration, "tokens": 4096,
+        "texts": ["a", "tasks"], "kl": [[0.0, divergence], [9.0, 9.0]], "cells": [[[right, 100], [0, 0]]],
+    }  # fmt: skip
+
+
+def forgotten(source, bfloat16, exact):
+    return {"source": source, "buffer_length": 16, "bfloat16": bfloat16, "exact": exact}
+
+
 RESULTS = {
     "kernel_decode": HEAD
     | {
@@ -61,6 +72,27 @@ RESULTS = {
             *(decode("replay", 6.0, batch=64, depth_cut=True, context=c) for c in (100, 1000, 10_000)),
         ],
     },
+    "study": HEAD
+    | {
+        "bench": "bench.precision_drift",
+        "records": [
+            studied(drift_report.FP32, 0.0, 50),
+            studied(drift_report.SHARED, 0.3, 20),
+            studied(drift_report.SEPARATE, 0.01, 50),
+            studied(drift_report.STOCHASTIC, 0.02, 49),
+            studied(drift_report.STOCHASTIC, 0.5, 1) | {"buffer_length": 32},
+            {"model": "m", "buffer_length": 16, "heads": True},
+        ],
+    },
+    "forgotten": HEAD
+    | {
+        "bench": "bench.forgotten_heads",
+        "records": [
+            forgotten("trained", 0.01, 0.0),
+            forgotten("trained", 0.1, 0.002),
+            forgotten("x", 1.0, 1.0),
+        ],
+    },
     "speculative": HEAD
     | {
         "bench": "bench.e2e_spec_decode_throughput",
@@ -84,6 +116,11 @@ FIGURES = {
     "C8": "nano-4b batch 256: 2.00x (1.50x over plain eager)",
     "C9": "nano-4b batch 256: 0 of 5.0 GB of cache copied; nano-4b: 3.00 times the rows fit",
     "C10": "super nvfp4 4.00x",
+    "C11": "KL of m at 4,096 tokens 0.3 falls to 0.01 (30x)",
+    "C12": "KL of m at 4,096 tokens 0.3 falls to 0.01 (30x)",
+    "C13": "right answers of m: FP32 50.0 %, shared NVFP4, nearest 20.0 %, NVFP4 read, FP8 stochastic 49.0 %",
+    "C14": "NVFP4 read + FP8 stochastic inside in m: 1 of 1 (shared NVFP4: 0)",
+    "C15": "trained: 1.0 to 10.0 % of reads add less than bfloat16 shows, 0.2 % at most are exactly 0",
     "C16": "nano-4b: cache 10.0 % larger (context 288)",
 }
 
