@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from models.layers.mlp import bias_free
 from models.layers.norm import RMSNorm
-from replayssm_jax.cache import AttentionLayer, AttentionSpec
+from replayssm_jax.cache import AttentionLayer, empty_attention
 from replayssm_jax.replay import Segment, fresh_segment
 from replayssm_jax.speculative import Drafter, Drafts, at_index, draw_drafts
 
@@ -35,14 +35,8 @@ class MTPHead(nnx.Module):
 
     def init_caches(self, batch: int, max_length: int, dtype) -> Caches:
         """Empty keys and values of `batch` rows; None for layers without attention."""
-
-        def empty(spec: AttentionSpec | None) -> AttentionLayer | None:
-            if spec is None:
-                return None
-            shape = (batch, max_length, spec.kv_heads, spec.head_dim)
-            return AttentionLayer(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
-
-        return tuple(empty(layer.spec) for layer in self.layers)
+        specs = (layer.spec for layer in self.layers)
+        return tuple(spec and empty_attention(spec, batch, max_length, dtype) for spec in specs)
 
     def join(self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What the first layer reads: the embedding half comes first."""

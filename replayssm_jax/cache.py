@@ -77,10 +77,19 @@ class RecurrentLayer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention layer's keys and values, position p in column p."""
+    """One attention layer's keys and values, position p in column p of every key head.
 
-    k: Float[Array, "B S N D"]
-    v: Float[Array, "B S N D"]
+    Heads before columns, as both products of attention read them: in another order XLA would transpose them.
+    """
+
+    k: Float[Array, "B N S D"]
+    v: Float[Array, "B N S D"]
+
+
+def empty_attention(spec: AttentionSpec, batch: int, max_length: int, dtype) -> AttentionLayer:
+    """Zero keys and values of `batch` rows with `max_length` columns."""
+    shape = (batch, spec.kv_heads, max_length, spec.head_dim)
+    return AttentionLayer(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -128,8 +137,7 @@ def _layer(spec: LayerSpec, heads, index: int, batch: int, max_length: int, repl
     if spec is None:
         return None
     if isinstance(spec, AttentionSpec):
-        shape = (batch, max_length, spec.kv_heads, spec.head_dim)
-        return AttentionLayer(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+        return empty_attention(spec, batch, max_length, dtype)
     shape = (batch, spec.heads, spec.head_dim, spec.d_state)
     ring, copy, recurrence = None, None, "fp32"
     if isinstance(replay, ReplayConfig):

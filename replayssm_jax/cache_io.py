@@ -16,7 +16,9 @@ from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.precision import Scaled, Stored
 from replayssm_jax.recurrence import RECURRENCES
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+# Files of that version have the columns of keys and values before their heads.
+_COLUMNS_FIRST = 3
 _METHODS = {method.__name__: method for method in (ReplayConfig, EagerConfig)}
 _CURSORS = ("start", "length", "pending", "flush_at", "seed")
 _SCALED = ("codes", "scale", "block_scale")
@@ -102,8 +104,11 @@ def restore_cache(path) -> Cache:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a saved cache: cache.json cannot be read ({error}).") from error
     version = about.get("schema_version") if isinstance(about, dict) else None
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"{path} has cache schema version {version}; this version reads {SCHEMA_VERSION}.")
+    if version not in (SCHEMA_VERSION, _COLUMNS_FIRST):
+        raise ValueError(
+            f"{path} has cache schema version {version}; "
+            f"this version reads {_COLUMNS_FIRST} and {SCHEMA_VERSION}."
+        )
     try:
         return _restored(path, about)
     except Exception as problem:  # tensorstore and Orbax raise many kinds
@@ -125,8 +130,16 @@ def _restored(path: Path, about: dict[str, Any]) -> Cache:
         arrays = checkpointer.restore(path / "arrays", target)
     replay = _served(_METHODS[about["method"]](**about["replay"]))
     layers = tuple(_layer(kind, index, arrays, replay) for index, kind in enumerate(about["layers"]))
+    if about["schema_version"] == _COLUMNS_FIRST:
+        layers = tuple(map(_heads_first, layers))
     cursors = {name: arrays[name] for name in _CURSORS}
     return Cache(layers=layers, replay=replay, max_length=about["max_length"], **cursors)
+
+
+def _heads_first(layer: Any) -> Any:
+    if not isinstance(layer, AttentionLayer):
+        return layer
+    return AttentionLayer(k=jnp.swapaxes(layer.k, 1, 2), v=jnp.swapaxes(layer.v, 1, 2))
 
 
 def _served(replay: DecodingConfig) -> DecodingConfig:

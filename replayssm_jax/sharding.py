@@ -49,9 +49,9 @@ def partition_specs(cache: Cache, mesh: Mesh) -> Cache:
     specs = []
     for layer in cache.layers:
         if isinstance(layer, AttentionLayer):
-            kv_heads = layer.k.shape[2]
+            kv_heads = layer.k.shape[1]
             heads = HEADS if HEADS in mesh.shape and kv_heads % mesh.shape[HEADS] == 0 else None
-            specs.append(jax.tree.map(lambda _, heads=heads: P(rows, None, heads), layer))
+            specs.append(jax.tree.map(lambda _, heads=heads: P(rows, heads), layer))
         elif isinstance(layer, RecurrentLayer):
             grouped = jax.tree.leaves(layer.checkpoint if layer.ring is None else layer.ring)[0]
             groups = grouped.shape[1]

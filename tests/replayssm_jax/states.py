@@ -57,5 +57,5 @@ def assert_same_state(model, cache, texts):
     for layer, other in zip(cache.layers, expected.layers, strict=True):
         if isinstance(layer, AttentionLayer):
             for row, length in enumerate(np.asarray(cache.position)):
-                assert_close(layer.k[row, :length], other.k[row, :length])
-                assert_close(layer.v[row, :length], other.v[row, :length])
+                assert_close(layer.k[row, :, :length], other.k[row, :, :length])
+                assert_close(layer.v[row, :, :length], other.v[row, :, :length])

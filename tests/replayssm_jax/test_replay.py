@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import replayssm_jax as rs
 from replayssm_jax import cache as cache_module
 from replayssm_jax import replay as replay_module
+from replayssm_jax.cache import AttentionLayer
 from tests.replayssm_jax.states import (
     MAX_LENGTH,
     WIDE,
@@ -435,14 +436,14 @@ def test_save_and_restore(tmp_path, replay):
     assert {path.name for path in tmp_path.iterdir()} == {"saved"}
     about = (tmp_path / "saved" / "cache.json").read_text()
     (tmp_path / "saved" / "cache.json").write_text(
-        about.replace('"schema_version": 3', '"schema_version": 9')
+        about.replace('"schema_version": 4', '"schema_version": 9')
     )
-    with pytest.raises(ValueError, match="schema version 9; this version reads 3"):
+    with pytest.raises(ValueError, match="schema version 9; this version reads 3 and 4"):
         rs.restore_cache(tmp_path / "saved")
     with pytest.raises(ValueError, match="is not a saved cache"):
         rs.restore_cache(tmp_path)
     changed = about.replace('"mamba2"', '"mamba9"')
-    for damaged in ("[]", '{"schema_version": 3}', changed):
+    for damaged in ("[]", '{"schema_version": 4}', changed):
         (tmp_path / "saved" / "cache.json").write_text(damaged)
         with pytest.raises(ValueError, match="schema version None|cannot be restored .KeyError"):
             rs.restore_cache(tmp_path / "saved")
@@ -452,6 +453,25 @@ def test_save_and_restore(tmp_path, replay):
         file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(ValueError, match="cannot be restored"):
         rs.restore_cache(tmp_path / "saved")
+
+
+def test_files_with_columns_before_heads_are_restored(tmp_path):
+    """Schema 3 kept keys and values as [B, S, N, D]."""
+    model = hot_model("mamba2")
+    _, cache = prefilled(model, random_tokens(3, 30), [3, 6, 4], WIDE)
+
+    def swapped(layer):
+        if not isinstance(layer, AttentionLayer):
+            return layer
+        return AttentionLayer(k=layer.k.swapaxes(1, 2), v=layer.v.swapaxes(1, 2))
+
+    old = dataclasses.replace(cache, layers=tuple(map(swapped, cache.layers)))
+    assert jax.tree.map(np.shape, old) != jax.tree.map(np.shape, cache)
+    rs.save_cache(old, tmp_path / "saved")
+    about = tmp_path / "saved" / "cache.json"
+    about.write_text(about.read_text().replace('"schema_version": 4', '"schema_version": 3'))
+    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(rs.restore_cache(about.parent)), strict=True):
+        np.testing.assert_array_equal(old, new)
 
 
 def test_wrong_calls_are_refused_and_lose_nothing():

@@ -11,24 +11,32 @@ from replayssm_jax.replay import Segment
 
 
 def truth(q, k, v, positions):
-    """float64 [B, T, Nq, D] of cached keys and values, query head n on key head n // (Nq / N)."""
+    """float64 [B, T, Nq, D] of cached keys and values [B, N, S, D], query head n reads key head
+    n // (Nq / N)."""
     q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
-    scores = np.einsum("btnd,bsnd->bnts", q, k) * q.shape[-1] ** -0.5
-    reach = np.arange(k.shape[1])[None, None, None] <= positions[:, None, :, None]
+    group = q.shape[2] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = np.einsum("btnd,bnsd->bnts", q, k) * q.shape[-1] ** -0.5
+    reach = np.arange(k.shape[2])[None, None, None] <= positions[:, None, :, None]
     weights = np.where(reach, np.exp(scores), 0.0)
-    return np.einsum("bnts,bsnd->btnd", weights / weights.sum(axis=-1, keepdims=True), v)
+    return np.einsum("bnts,bnsd->btnd", weights / weights.sum(axis=-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), [(1, jnp.bfloat16), (3, jnp.float32)])
-def test_a_step_is_the_softmax_over_committed_and_earlier_tokens(tokens, dtype):
-    """Five query heads a key head: 16-bit rows are padded to eight. What lies behind a position is noise."""
+@pytest.mark.parametrize(
+    ("position", "tokens", "dtype"),
+    [([4, 11], 1, jnp.bfloat16), ([4, 22], 3, jnp.float32), ([22], 3, jnp.bfloat16)],
+)
+def test_a_step_is_the_softmax_over_committed_and_earlier_tokens(position, tokens, dtype):
+    """Five query heads a key head: 16-bit rows are padded to eight. What lies behind a position is noise.
+
+    Of three tokens from position 22 on, the last has no column.
+    """
+    batch = len(position)
     keys = jax.random.split(jax.random.key(tokens), 4)
-    q = jax.random.normal(keys[0], (2, tokens, 10, 16)).astype(dtype)
-    k, v = (jax.random.normal(key, (2, tokens, 2, 16)).astype(dtype) for key in keys[1:3])
-    past = jax.random.normal(keys[3], (2, 24, 2, 16)).astype(dtype)
-    position = jnp.array([4, 11], jnp.int32)
+    q = jax.random.normal(keys[0], (batch, tokens, 10, 16)).astype(dtype)
+    k, v = (jax.random.normal(key, (batch, tokens, 2, 16)).astype(dtype) for key in keys[1:3])
+    past = jax.random.normal(keys[3], (batch, 2, 24, 16)).astype(dtype)
+    position = jnp.array(position, jnp.int32)
     zero = jnp.zeros_like(position)
     segment = Segment(
         position=position,
@@ -42,9 +50,10 @@ def test_a_step_is_the_softmax_over_committed_and_earlier_tokens(tokens, dtype):
     )
     outputs, layer = jax.jit(attend)(q, k, v, AttentionLayer(k=past, v=past), segment)
     positions = np.asarray(position)[:, None] + np.arange(tokens)
-    rows = np.arange(2)[:, None]
     wanted_k = np.asarray(past).copy()
-    wanted_k[rows, positions] = k
+    for row, token in np.ndindex(positions.shape):
+        if positions[row, token] < 24:
+            wanted_k[row, :, positions[row, token]] = k[row, token]
     np.testing.assert_array_equal(layer.k, wanted_k)
     error = np.asarray(outputs.astype(jnp.float32), np.float64) - truth(q, layer.k, layer.v, positions)
     # Roundings of weights and outputs in the dtype, random in sign, below the values' own size of about one.
