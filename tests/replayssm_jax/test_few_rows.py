@@ -31,6 +31,23 @@ def test_no_row_depends_on_the_others():
         assert (together[index] == alone(x[index])).all()
 
 
+@pytest.mark.parametrize("shape", [(96,), (1, 1, 96)])
+def test_a_16_bit_vector_has_rows_of_zeros_beside_it_but_for_a_cpu(shape, monkeypatch):
+    rng = np.random.default_rng(9)
+    x = jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    matrix = jnp.asarray(rng.normal(size=(96, 128)), jnp.bfloat16)
+
+    def product(x):
+        numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        return dot_general(x, matrix, numbers, preferred_element_type=jnp.float32)
+
+    text = jax.jit(product).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"tensor<{MOST_ROWS}x128xf32>" in text
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    exact = np.asarray(x.astype(jnp.float32), np.float64) @ np.asarray(matrix.astype(jnp.float32), np.float64)
+    np.testing.assert_allclose(product(x), exact, rtol=0, atol=96**0.5 * 1e-5)
+
+
 def test_gradients_pass_through():
     rng = np.random.default_rng(8)
     x = jnp.asarray(rng.normal(size=(3, 96)), jnp.float32)
