@@ -13,6 +13,7 @@ from bench.embedded_text import END_OF_TEXT
 from models.checkpoint import FAMILIES
 from models.config import parse_config
 from models.matching import MTP, full_name
+from models.weights import by_parameter, parts
 
 # What stands before the names of the trunk's tensors.
 PREFIXES = {"nemotron_h": "backbone.", "qwen3_5_text": "model."}
@@ -52,8 +53,13 @@ def published_tensors(name: str, params: nnx.State) -> dict[str, np.ndarray]:
     weight_map, prefix = FAMILIES[type(config)][1], PREFIXES[CONFIGS[name]["model_type"]]
     values = dict(nnx.to_flat_state(params))
     tensors = {}
-    for key, weight in weight_map(config).items():
-        array = np.ascontiguousarray(weight.to_disk(np.asarray(values[weight.path][...], np.float32)))
+    table = weight_map(config)
+    layouts = {}
+    for path, weights in by_parameter(table.values()).items():
+        arrays = parts(np.asarray(values[path][...], np.float32), weights)
+        layouts |= {weight.path: array for weight, array in zip(weights, arrays, strict=True)}
+    for key, weight in table.items():
+        array = np.ascontiguousarray(weight.to_disk(layouts[weight.path]))
         wide = key.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
         tensors[full_name(prefix, key)] = array if wide else array.astype(ml_dtypes.bfloat16)
     return tensors

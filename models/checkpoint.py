@@ -33,7 +33,7 @@ from models.orbax_io import ParameterPath, is_converted, read_parameters, write_
 from models.safetensors_io import DTYPES, find_tensors, listing
 from models.sources import resolve_source
 from models.tokenizer import FILES as TOKENIZER_FILES
-from models.weights import Weight
+from models.weights import Weight, by_parameter
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # The model and the table of its tensors, by configuration.
@@ -100,12 +100,15 @@ def load_model(directory: Path, dtype: Any | None = None, *, mtp: bool = True) -
     graph, state = nnx.split(abstract_model(config, model_dtype))
     variables = dict(nnx.to_flat_state(state))
     filled = []
-    weights = _weight_map(config).values()
-    for weight in tqdm(weights, desc="loading", unit="tensor", delay=1, leave=False, disable=None):
-        item = stored[weight.path]
-        keep = weight.keep_float32 or (dtype is None and item.dtype == np.float32)
-        value = _converted(item.read(), np.dtype(np.float32) if keep else model_dtype)
-        filled.append((weight.path, variables[weight.path].replace(jax.device_put(value))))
+    parameters = by_parameter(_weight_map(config).values()).items()
+    for path, weights in tqdm(parameters, desc="loading", unit="tensor", delay=1, leave=False, disable=None):
+        items = [stored[weight.path] for weight in weights]
+        keep = any(weight.keep_float32 for weight in weights)
+        keep = keep or (dtype is None and any(item.dtype == np.float32 for item in items))
+        kind = np.dtype(np.float32) if keep else model_dtype
+        values = [_converted(item.read(), kind) for item in items]
+        value = values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
+        filled.append((path, variables[path].replace(jax.device_put(value))))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 

@@ -28,6 +28,10 @@ def conv_channels(config: NemotronHConfig) -> int:
     return config.mamba_num_heads * config.mamba_head_dim + 2 * config.n_groups * config.d_state
 
 
+def _attention_widths(config: NemotronHConfig) -> tuple[int, int]:
+    return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+
+
 class Mamba2Mixer(nnx.Module):
     """in_proj to [gate z, x, B, C, dt]; convolution of x, B, C; recurrence; gated group norm; out_proj."""
 
@@ -87,17 +91,17 @@ class Attention(nnx.Module):
 
     def __init__(self, config: NemotronHConfig, *, dtype, rngs: nnx.Rngs):
         linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
-        size, width = config.hidden_size, config.num_attention_heads * config.head_dim
-        kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj, self.o_proj = linear(size, width), linear(width, size)
-        self.k_proj, self.v_proj = linear(size, kv_width), linear(size, kv_width)
+        size, (width, kv_width) = config.hidden_size, _attention_widths(config)
+        self.qkv_proj, self.o_proj = linear(size, width + 2 * kv_width), linear(width, size)
+        self.config = config
         self.spec = AttentionSpec(kv_heads=config.num_key_value_heads, head_dim=config.head_dim)
 
     def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
         """Returns the layer's output in the dtype of x, and its cache."""
+        width, kv_width = _attention_widths(self.config)
         q, k, v = (
-            proj(x).reshape(*x.shape[:2], -1, self.spec.head_dim)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            part.reshape(*x.shape[:2], -1, self.spec.head_dim)
+            for part in jnp.split(self.qkv_proj(x), (width, width + kv_width), axis=-1)
         )
         y, layer = attend(q, k, v, layer, segment)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), layer
@@ -217,12 +221,11 @@ def _mamba2_weights(config: NemotronHConfig, path: tuple) -> dict[str, Weight]:
 
 
 def _attention_weights(config: NemotronHConfig, path: tuple) -> dict[str, Weight]:
-    size, width = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
+    size, (width, kv_width) = config.hidden_size, _attention_widths(config)
     return {
-        "q_proj.weight": linear(*path, "q_proj", inputs=size, outputs=width),
-        "k_proj.weight": linear(*path, "k_proj", inputs=size, outputs=kv_width),
-        "v_proj.weight": linear(*path, "v_proj", inputs=size, outputs=kv_width),
+        "q_proj.weight": linear(*path, "q_proj", inputs=size, outputs=width, within="qkv_proj"),
+        "k_proj.weight": linear(*path, "k_proj", inputs=size, outputs=kv_width, within="qkv_proj"),
+        "v_proj.weight": linear(*path, "v_proj", inputs=size, outputs=kv_width, within="qkv_proj"),
         "o_proj.weight": linear(*path, "o_proj", inputs=width, outputs=size),
     }
 

@@ -32,15 +32,19 @@ def _widths(config: Qwen35Config) -> tuple[int, int]:
     return config.key_heads * config.key_head_dim, config.value_heads * config.value_head_dim
 
 
+def _attention_widths(config: Qwen35Config) -> tuple[int, int]:
+    return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+
+
 class GatedDeltaNet(nnx.Module):
-    """Convolution over q, k, v; L2-normalised q and k; the gated delta rule; head norm times silu(z)."""
+    """in_proj to [q, k, v, z, b, a]; convolution over q, k, v; L2-normalised q and k; the gated delta rule;
+    head norm times silu(z); out_proj."""
 
     def __init__(self, config: Qwen35Config, *, dtype, rngs: nnx.Rngs):
         linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
         size, heads = config.hidden_size, config.value_heads
         keys, values = _widths(config)
-        self.in_proj_qkv, self.in_proj_z = linear(size, 2 * keys + values), linear(size, values)
-        self.in_proj_b, self.in_proj_a = linear(size, heads), linear(size, heads)
+        self.in_proj = linear(size, 2 * keys + 2 * values + 2 * heads)
         self.conv1d = CausalConv(2 * keys + values, config.conv_kernel, bias=False, dtype=dtype, rngs=rngs)
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)))
         self.dt_bias = nnx.Param(jnp.ones((heads,), jnp.float32))
@@ -71,17 +75,20 @@ class GatedDeltaNet(nnx.Module):
         """Returns the layer's output in the dtype of x, and its cache."""
         config, groups = self.config, self.config.key_heads
         keys, values = _widths(config)
-        mixed, layer = self.conv1d(self.in_proj_qkv(x), layer, segment)
+        channels, beyond = 2 * keys + values, 2 * keys + 2 * values
+        ends = channels, beyond, beyond + config.value_heads
+        mixed, gate, b, a = jnp.split(self.in_proj(x), ends, axis=-1)
+        mixed, layer = self.conv1d(mixed, layer, segment)
         q, k, v = jnp.split(mixed, (keys, 2 * keys), axis=-1)
         reader = l2_normalize(by_group(q, groups)) * config.key_head_dim**-0.5
         inputs = gated_delta.Inputs(
             v=by_group(v, groups),
             k=l2_normalize(by_group(k, groups)).astype(x.dtype),
-            log_decay=gated_delta_log_decay(self.in_proj_a(x), self.A_log[...], self.dt_bias[...]),
-            beta=jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32)),
+            log_decay=gated_delta_log_decay(a, self.A_log[...], self.dt_bias[...]),
+            beta=jax.nn.sigmoid(b.astype(jnp.float32)),
         )
         y, layer = recur(gated_delta, layer, inputs, reader.astype(x.dtype), self.heads(), segment)
-        gate = self.in_proj_z(x).reshape(y.shape)
+        gate = gate.reshape(y.shape)
         return self.out_proj(self.norm(y, gate).reshape(*x.shape[:2], values)), layer
 
 
@@ -90,10 +97,8 @@ class GatedAttention(nnx.Module):
 
     def __init__(self, config: Qwen35Config, *, dtype, rngs: nnx.Rngs):
         linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
-        size, width = config.hidden_size, config.num_attention_heads * config.head_dim
-        kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj, self.o_proj = linear(size, 2 * width), linear(width, size)
-        self.k_proj, self.v_proj = linear(size, kv_width), linear(size, kv_width)
+        size, (width, kv_width) = config.hidden_size, _attention_widths(config)
+        self.qkv_proj, self.o_proj = linear(size, 2 * (width + kv_width)), linear(width, size)
         self.q_norm, self.k_norm = (_norm(config.head_dim, config, dtype) for _ in range(2))
         self.spec = AttentionSpec(kv_heads=config.num_key_value_heads, head_dim=config.head_dim)
         self.config = config
@@ -108,9 +113,10 @@ class GatedAttention(nnx.Module):
         turn = functools.partial(
             rotate, positions=positions, rotary_dim=config.rotary_dim, theta=config.rope_theta
         )
-        q, gate = jnp.split(self.q_proj(x).reshape(*shape, -1, 2 * config.head_dim), 2, axis=-1)
-        k = self.k_proj(x).reshape(*shape, -1, config.head_dim)
-        v = self.v_proj(x).reshape(*shape, -1, config.head_dim)
+        width, kv_width = _attention_widths(config)
+        q, k, v = jnp.split(self.qkv_proj(x), (2 * width, 2 * width + kv_width), axis=-1)
+        q, gate = jnp.split(q.reshape(*shape, -1, 2 * config.head_dim), 2, axis=-1)
+        k, v = (part.reshape(*shape, -1, config.head_dim) for part in (k, v))
         return turn(self.q_norm(q)), gate, turn(self.k_norm(k)), v
 
     def output(self, y: Float[Array, "B T Nq C"], gate: Float[Array, "B T Nq C"]) -> Float[Array, "B T D"]:
@@ -199,7 +205,7 @@ def _layer_weights(config: Qwen35Config, kind: str, path: tuple) -> dict[str, We
     }
     for part in ("gate_proj", "up_proj"):
         layer[f"mlp.{part}.weight"] = linear(
-            *path, "mlp", part, inputs=size, outputs=config.intermediate_size
+            *path, "mlp", part, inputs=size, outputs=config.intermediate_size, within="gate_up_proj"
         )
     layer["mlp.down_proj.weight"] = linear(
         *path, "mlp", "down_proj", inputs=config.intermediate_size, outputs=size
@@ -230,10 +236,10 @@ def _gated_delta_weights(config: Qwen35Config, path: tuple) -> dict[str, Weight]
     keys, values = _widths(config)
     channels = 2 * keys + values
     return {
-        "in_proj_qkv.weight": linear(*path, "in_proj_qkv", inputs=size, outputs=channels),
-        "in_proj_z.weight": linear(*path, "in_proj_z", inputs=size, outputs=values),
-        "in_proj_b.weight": linear(*path, "in_proj_b", inputs=size, outputs=heads),
-        "in_proj_a.weight": linear(*path, "in_proj_a", inputs=size, outputs=heads),
+        "in_proj_qkv.weight": linear(*path, "in_proj_qkv", inputs=size, outputs=channels, within="in_proj"),
+        "in_proj_z.weight": linear(*path, "in_proj_z", inputs=size, outputs=values, within="in_proj"),
+        "in_proj_b.weight": linear(*path, "in_proj_b", inputs=size, outputs=heads, within="in_proj"),
+        "in_proj_a.weight": linear(*path, "in_proj_a", inputs=size, outputs=heads, within="in_proj"),
         "conv1d.weight": Weight(
             path=(*path, "conv1d", "weight"), shape=(channels, 1, config.conv_kernel), transform="conv"
         ),
@@ -247,12 +253,11 @@ def _gated_delta_weights(config: Qwen35Config, path: tuple) -> dict[str, Weight]
 
 
 def _attention_weights(config: Qwen35Config, path: tuple) -> dict[str, Weight]:
-    size, width = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
+    size, (width, kv_width) = config.hidden_size, _attention_widths(config)
     weights = {
-        "q_proj.weight": linear(*path, "q_proj", inputs=size, outputs=2 * width),
-        "k_proj.weight": linear(*path, "k_proj", inputs=size, outputs=kv_width),
-        "v_proj.weight": linear(*path, "v_proj", inputs=size, outputs=kv_width),
+        "q_proj.weight": linear(*path, "q_proj", inputs=size, outputs=2 * width, within="qkv_proj"),
+        "k_proj.weight": linear(*path, "k_proj", inputs=size, outputs=kv_width, within="qkv_proj"),
+        "v_proj.weight": linear(*path, "v_proj", inputs=size, outputs=kv_width, within="qkv_proj"),
         "o_proj.weight": linear(*path, "o_proj", inputs=width, outputs=size),
     }
     for name in ("q_norm", "k_norm"):

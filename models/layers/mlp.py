@@ -43,13 +43,13 @@ class MLP(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) up(x))."""
+    """down(silu(gate) up) of [gate, up] = gate_up(x)."""
 
     def __init__(self, size: int, inner: int, *, dtype, rngs: nnx.Rngs):
         linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
-        self.gate_proj, self.up_proj = linear(size, inner), linear(size, inner)
-        self.down_proj = linear(inner, size)
+        self.gate_up_proj, self.down_proj = linear(size, 2 * inner), linear(inner, size)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the dtype of x."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)

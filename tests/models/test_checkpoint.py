@@ -54,13 +54,19 @@ def test_every_tensor_arrives_in_its_place(raw, tmp_path):
     weights = tensors(raw)
     model = load_model(write(tmp_path, raw, weights))
     assert parameter_count(read_config(tmp_path)) == sum(a.size for a in weights.values())
-    assert len(parameters(model)) == len(weights)
+    assert sum(a.size for a in parameters(model)) == sum(a.size for a in weights.values())
     mixer = model.layers[0].mixer
     name = "backbone.layers.0.mixer" if raw is M2 else "model.layers.0.linear_attn"
     np.testing.assert_array_equal(mixer.out_proj.kernel[...], weights[f"{name}.out_proj.weight"].T)
     np.testing.assert_array_equal(mixer.conv1d.weight[...], weights[f"{name}.conv1d.weight"][:, 0].T)
     np.testing.assert_array_equal(mixer.dt_bias[...], weights[f"{name}.dt_bias"])
     np.testing.assert_array_equal(model.lm_head.weight[...], weights[HEAD])
+    if raw is M2:
+        merged, names = model.layers[1].mixer.qkv_proj, [f"backbone.layers.1.mixer.{n}_proj" for n in "qkv"]
+    else:
+        merged, names = mixer.in_proj, [f"{name}.in_proj_{n}" for n in ("qkv", "z", "b", "a")]
+    rows = np.concatenate([weights[f"{n}.weight"] for n in names])
+    np.testing.assert_array_equal(merged.kernel[...], rows.T)
 
 
 SCALARS = ("A_log", "D", "dt_bias")
@@ -92,7 +98,7 @@ def test_b08_float32_tensors_stay_float32_unless_a_dtype_is_asked(tmp_path, monk
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     kept = load_model(directory).layers[0]
     assert (kept.mixer.norm.weight.dtype, kept.input_norm.weight.dtype) == (jnp.float32, jnp.float32)
-    assert (kept.mlp_norm.weight.dtype, kept.mlp.up_proj.kernel.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    assert (kept.mlp_norm.weight.dtype, kept.mlp.gate_up_proj.kernel.dtype) == (jnp.bfloat16, jnp.bfloat16)
     asked = load_model(directory, jnp.bfloat16).layers[0]
     assert asked.input_norm.weight.dtype == jnp.bfloat16
     assert asked.mixer.norm.weight.dtype == jnp.float32, "as the reference computes it"
