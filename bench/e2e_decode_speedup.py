@@ -7,7 +7,7 @@ prompts' keys and values are zeros: only their number matters to the time. Batch
 the whole model, those of `--batches` a depth cut, marked so.
 
 With `--compile-times` the step's compilation, which every record has, starts from an empty persistent cache;
-records of the operation `compile` then have the times of processes that find it there.
+records of the operation `compile` then have the times of processes that find the first whole model's there.
 
     python -m bench.e2e_decode_speedup --model nano-4b --batch-size 256 --commit HASH
 """
@@ -56,13 +56,10 @@ def empty_compilation_cache() -> Iterator[None]:
 
 
 def compilations(pairs: list[list[Task]]) -> list[list[Task]]:
-    """Tasks that compile the whole models among the pairs again, one after the other."""
-    return [
-        [dataclasses.replace(task, compile_only=True)]
-        for pair in pairs
-        for task in pair
-        if task.setting.layers is None
-    ]
+    """Tasks that compile both methods' steps of the first whole model among the pairs again, side by side."""
+    whole = [task for pair in pairs for task in pair if task.setting.layers is None]
+    first = [task for task in whole if task.setting.batch == whole[0].setting.batch]
+    return [[dataclasses.replace(task, compile_only=True) for task in first]] if first else []
 
 
 def speedups(records: list[dict]) -> str:

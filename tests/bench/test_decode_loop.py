@@ -118,11 +118,15 @@ def test_what_a_process_says_when_it_fails_is_the_reason():
     assert outcomes == [(None, "ValueError: layers must lie in 1..42, got 99.")]
 
 
-def test_compilations_are_those_of_whole_models_with_a_cache_of_their_own(tiny, monkeypatch):
-    whole, cut = (Setting(method="eager", layers=layers, **tiny) for layers in (None, 1))
-    (task,) = (task for pair in e2e_decode_speedup.compilations([[Task(setting=whole), Task(setting=cut)]])
-               for task in pair)  # fmt: skip
-    assert task == Task(setting=whole, compile_only=True)
+def test_compilations_are_those_of_the_first_whole_model_with_a_cache_of_their_own(tiny, monkeypatch):
+    def pair(**fields):
+        return [Task(setting=Setting(method=method, **tiny | fields)) for method in ("eager", "replay")]
+
+    cut, first, second = pair(layers=1), pair(), pair(batch=7)
+    again = [[Task(setting=task.setting, compile_only=True) for task in first]]
+    assert e2e_decode_speedup.compilations([cut, first, second]) == again
+    assert e2e_decode_speedup.compilations([cut, *([task] for task in first)]) == again
+    assert e2e_decode_speedup.compilations([cut]) == []
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "before")
     with e2e_decode_speedup.empty_compilation_cache():
         assert not list(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).iterdir())
