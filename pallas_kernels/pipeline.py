@@ -137,20 +137,38 @@ def pin_plain(plgpu: Any, refs: list) -> None:
     nothing(*refs)
 
 
+def warp_barrier(plgpu: Any) -> None:
+    """Orders the loads of each warp before and after; for compiled kernels."""
+    from jax.experimental.mosaic.gpu import utils
+
+    @plgpu.inline_mgpu()
+    def barrier(_):
+        utils.warp_barrier()
+
+    barrier()
+
+
 def indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Every index of an array of this shape."""
     return itertools.product(*map(range, shape))
 
 
-def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array]], fused: bool) -> jax.Array:
-    """Partial sums along rows of matrix [M, N] x vector [N], added over the pairs: float32 [M, columns of one
-    layout tile].
+def row_products(
+    plgpu: Any,
+    layout: Any,
+    pairs: list[tuple[jax.Array, jax.Array]],
+    fused: bool,
+    sums: jax.Array | None = None,
+) -> jax.Array:
+    """Partial sums along rows of matrix [M, N] x vector [N], added over the pairs and to `sums` of an earlier
+    call: float32 [M, columns of one layout tile].
 
     `fused` writes one multiply-add an element; the plain form is for the interpreter, which has no inline
     code.
     """
     if not fused:
-        terms = [jnp.sum(m * lax.broadcast_in_dim(v, m.shape, (1,)), axis=1) for m, v in pairs]
+        terms = [] if sums is None else [sums]
+        terms += [jnp.sum(m * lax.broadcast_in_dim(v, m.shape, (1,)), axis=1) for m, v in pairs]
         return functools.reduce(jnp.add, terms)
 
     from jax.experimental.mosaic.gpu import FragmentedArray
@@ -160,12 +178,14 @@ def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array
     columns = layout.to_mgpu().base_tile_shape[1]
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout.reduce(0)) * len(pairs),
+        arg_types=((layout, layout.reduce(0)) * len(pairs), () if sums is None else (layout,)),
         return_type=plgpu.ShapeDtypeStruct((pairs[0][0].shape[0], columns), jnp.float32, layout=layout),
     )
-    def multiply(_, *operands):
+    def multiply(_, operands, earlier):
         total = operands[0].registers[:, :1].copy()
         total.fill(None)
+        if earlier:
+            total = earlier[0].registers.copy()
         for matrix, vector in zip(operands[::2], operands[1::2], strict=True):
             wide = vector.broadcast_in_dim(matrix.shape, (1,), matrix.layout)
             for index in indices(matrix.registers.shape):
@@ -177,7 +197,7 @@ def row_products(plgpu: Any, layout: Any, pairs: list[tuple[jax.Array, jax.Array
                     total[at] = mlir_math.fma(value, factor, total[at])
         return FragmentedArray(_registers=total, _layout=operands[0].layout, _is_signed=None)
 
-    return multiply(*(operand for pair in pairs for operand in pair))
+    return multiply(tuple(operand for pair in pairs for operand in pair), () if sums is None else (sums,))
 
 
 def rank_one(
@@ -225,10 +245,14 @@ def shared_bytes(scratch: Any) -> int:
 
 
 def fit(launch: LaunchParameters, bytes_of: Callable[[int], int]) -> tuple[int, int]:
-    """CTAs and stages that are resident at once: a persistent grid that is not runs in two waves."""
-    resident = SM_SHARED_BYTES // (bytes_of(launch.stages) + 1024)
-    if launch.ctas <= SMS * resident:
-        return launch.ctas, launch.stages
+    """CTAs and stages that are resident at once: a persistent grid that is not runs in two waves.
+
+    More than half of the stages asked for are enough, else each multiprocessor has one CTA with more of them.
+    """
+    for stages in range(launch.stages, launch.stages // 2, -1):
+        resident = SM_SHARED_BYTES // (bytes_of(stages) + 1024)
+        if launch.ctas <= SMS * resident:
+            return launch.ctas, stages
     stages = max(launch.stages, MAX_STAGES)
     while stages > 1 and bytes_of(stages) > CTA_SHARED_BYTES:
         stages -= 1

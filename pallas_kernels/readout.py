@@ -1,7 +1,6 @@
 """The outputs of one state tile: readouts of the checkpoint plus weighted values of ring and new tokens."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import TILE
 from pallas_kernels.packing import part_step, part_weights
-from pallas_kernels.pipeline import Geometry, row_products, row_sums, single_layout
+from pallas_kernels.pipeline import Geometry, row_products, row_sums, single_layout, warp_barrier
+
+# Columns of a state tile that a lane holds at once.
+PIECE = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Readout:
         head: jax.Array,
         offset: jax.Array,
         first_row: jax.Array,
-    ) -> Callable[[Any], jax.Array]:
-        """The function from a token of the call to its outputs [64], float32.
+    ) -> list[jax.Array]:
+        """Outputs [64], float32, of every token of the call.
 
         state [64, K] and values [slots, 64]: the tile's buffers. group: buffers of its group: weights
         [T, heads, slots], scale [T, heads] or None, readers [T, K] (shared_reader) or [T, heads, K], packed
@@ -49,56 +51,57 @@ class Readout:
         # Transposed loads of 32-bit values need one element a register; the row sums land in the same places.
         values_layout = layout if jnp.dtype(values.dtype).itemsize == 2 else single_layout(plgpu)
         joint = values_layout is layout
+        readouts = self._readouts(state, readers, packed, head)
         past = plgpu.load(values.T, layout=values_layout, optimized=False).astype(jnp.float32)
-        if self.parts:
-            matrix = self._all_readouts(state, packed.at[0 if self.shared_reader else head])
-        else:
-            matrix = plgpu.load(state, layout=layout)
         if geo.tile_heads > 1:
             rows = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
             row_head = lax.div(first_row + rows, geo.head_dim)
 
-        def times(operand: jax.Array, vector: jax.Array, layout: Any = layout) -> jax.Array:
-            return row_products(plgpu, layout, [(operand, vector)], fused)
-
-        def values_sum(weight: jax.Array) -> jax.Array:
-            sums = row_sums(times(past, weight, values_layout))
-            return plgpu.layout_cast(sums, layout.reduce(1)) if fused else sums
-
-        def output(t: Any) -> jax.Array:
+        def output(t: int) -> jax.Array:
             result: Any = None
             for k in range(geo.tile_heads):
-                h = jnp.minimum(head + k, geo.group_heads - 1) if geo.tile_heads > 1 else head
-                row = weights.at[t, offset + h, pl.ds(0, geo.tile_slots)]
+                h = offset + (jnp.minimum(head + k, geo.group_heads - 1) if geo.tile_heads > 1 else head)
+                row = weights.at[t, h, pl.ds(0, geo.tile_slots)]
                 weight = plgpu.load(row, layout=values_layout.reduce(0))
-                if k == 0 or not self.shared_reader:
-                    vector = self._reader(readers.at[t] if self.shared_reader else readers.at[t, h], t)
-                if not self.shared_reader:
-                    if joint:
-                        y = row_sums(row_products(plgpu, layout, [(matrix, vector), (past, weight)], fused))
-                    else:
-                        y = row_sums(times(matrix, vector)) + values_sum(weight)
+                sums = row_products(plgpu, values_layout, [(past, weight)], fused)
+                readout = readouts[t]
+                if joint and geo.tile_heads == 1:
+                    y = row_sums(sums + (readout * scale[t, h] if self.shared_reader else readout))
                 else:
-                    if k == 0:
-                        checkpoint = times(matrix, vector)
-                    if geo.tile_heads == 1 and joint:
-                        y = row_sums(checkpoint * scale[t, offset + h] + times(past, weight))
-                    else:
-                        if k == 0:
-                            checkpoint = row_sums(checkpoint)
-                        y = checkpoint * scale[t, offset + h] + values_sum(weight)
+                    readout, sums = row_sums(readout), row_sums(sums)
+                    sums = plgpu.layout_cast(sums, layout.reduce(1)) if fused else sums
+                    y = sums + (readout * scale[t, h] if self.shared_reader else readout)
                 result = y if k == 0 else jnp.where(row_head >= head + k, y, result)
             return result
 
-        return output
+        return [output(t) for t in range(geo.tokens)]
 
-    def _reader(self, source: Any, t: Any) -> jax.Array:
-        """Reader [K] of a token, or the factors that add its parts' columns."""
-        layout = self.plgpu.Layout.WGMMA.reduce(0)
+    def _readouts(self, state: Any, readers: Any, packed: Any, head: jax.Array) -> list[jax.Array]:
+        """Partial sums along rows of the state times the reader of each token."""
+        plgpu, geo = self.plgpu, self.geometry
+        layout = plgpu.Layout.WGMMA
         if self.parts:
+            products = self._all_readouts(state, packed.at[0 if self.shared_reader else head])
             step = part_step(self.state_dtype)
-            return part_weights(self.plgpu, layout, self.columns, t, self.parts, step)
-        return self.plgpu.load(source, layout=layout).astype(jnp.float32)
+
+            def joined(t: int) -> jax.Array:
+                factors = part_weights(plgpu, layout.reduce(0), self.columns, t, self.parts, step)
+                return row_products(plgpu, layout, [(products, factors)], self.fused)
+
+            return [joined(t) for t in range(geo.tokens)]
+
+        sums: list = [None] * geo.tokens
+        for first in range(0, geo.d_state, PIECE):
+            columns = pl.ds(first, PIECE)
+            if first and self.fused:
+                # Keeps the compiler from loading all pieces ahead, which takes more registers than two CTAs have.
+                warp_barrier(plgpu)
+            matrix = plgpu.load(state.at[:, columns], layout=layout)
+            for t in range(geo.tokens):
+                reader = readers.at[t] if self.shared_reader else readers.at[t, head]
+                vector = plgpu.load(reader.at[columns], layout=layout.reduce(0)).astype(jnp.float32)
+                sums[t] = row_products(plgpu, layout, [(matrix, vector)], self.fused, sums[t])
+        return sums
 
     def _all_readouts(self, state: Any, packed: Any) -> jax.Array:
         """State times all packed readers on the tensor cores: products of 16-bit numbers are exact."""

@@ -37,10 +37,6 @@ from pallas_kernels.pipeline import (
 )
 from pallas_kernels.readout import Readout, store_row
 
-# Tokens of a window up to which a tile's program repeats itself for each.
-UNROLLED = 4
-
-
 class Chunk(NamedTuple):
     """Tiles of one group: its ticket, or the first tile's index in a share; its row's cursor; the first tile
     in the row, and how many (0: no more chunks)."""
@@ -343,7 +339,7 @@ def stream_window(
             group, tile = lax.div(within, tiles), lax.rem(within, tiles)
             readers = smem.reader.at[lax.rem(number, reader_halves)]
             plgpu.barrier_wait(smem.tile_barrier.at[stage])
-            output_of = readout(
+            outputs = readout(
                 smem.state.at[stage],
                 smem.values.at[stage],
                 (
@@ -357,19 +353,11 @@ def stream_window(
                 tile * TILE,
             )
 
-            def one_token(t: Any, carry: None = None) -> None:
-                y = output_of(t).astype(out.dtype)
-                store_row(plgpu, out.at[chunk.row, t, group, tile], y, fused)
+            for t, y in enumerate(outputs):
+                store_row(plgpu, out.at[chunk.row, t, group, tile], y.astype(out.dtype), fused)
                 slot = lax.rem(chunk.start + chunk.length + t, ring)
                 new = plgpu.load(smem.values.at[stage, ring + t], layout=plgpu.Layout.WGMMA.reduce(1))
                 store_row(plgpu, values_ring.at[chunk.row * groups + group, slot, tile], new, fused)
-                return carry
-
-            if tokens > UNROLLED:
-                lax.fori_loop(0, tokens, one_token, None)
-            else:
-                for t in range(tokens):
-                    one_token(t)
             # Every warp has read the stage, and the group's coefficients, before either is written again.
             plgpu.commit_smem()
 
