@@ -110,8 +110,8 @@ def of_rows(
     return result
 
 
-def claim(plgpu: Any, counts: Any, last: jax.Array) -> jax.Array:
-    """int32 [128] whose first element is counts[2], which then moves on, back to 0 after `last`.
+def claim(plgpu: Any, counts: Any, last: jax.Array, place: int = 2) -> jax.Array:
+    """int32 [128] whose first element is counts[place], which then moves on, back to 0 after `last`.
 
     Each thread holds an element. The value arrives while the thread goes on, until it is used.
     """
@@ -130,10 +130,10 @@ def claim(plgpu: Any, counts: Any, last: jax.Array) -> jax.Array:
     def take(_, counts, last):
         ops, i32 = Lanes(), ir.IntegerType.get_signless(32)
         first = ops.equal(ops.warp * 32 + ops.lane, 0)
-        place = utils.getelementptr(utils.memref_ptr(counts), [arith.constant(i32, 2)], i32)
+        at = utils.getelementptr(utils.memref_ptr(counts), [arith.constant(i32, place)], i32)
         ticket: Any = llvm.inline_asm(
             i32,
-            [place, first_element(last).raw, first.raw],
+            [at, first_element(last).raw, first.raw],
             "mov.u32 $0, 0; @$3 atom.global.inc.u32 $0, [$1], $2;",
             "=&r,l,r,b",
             has_side_effects=True,

@@ -45,17 +45,14 @@ _TABLE = {
 }
 _DEFAULT_KIND = "NVIDIA H200"
 # A 16-bit state leaves less time for a group's coefficients: two CTAs a multiprocessor.
-_HALF_STATE = {
-    "mamba2": LaunchParameters(264, 2, granule=4),
-    "gated_delta": LaunchParameters(264, 2, granule=4, claims=True),
-}
+_HALF_STATE = LaunchParameters(264, 2, granule=4)
 
 
 def step_parameters(kind: str | None, recurrence: str, tokens: int, state_bytes: int = 4) -> LaunchParameters:
     """Launch parameters of a step for a device kind (None or unknown: the default), recurrence, window and
     bytes of a state element."""
     if state_bytes < 4:
-        return _HALF_STATE[recurrence]
+        return _HALF_STATE
     table = _TABLE.get(kind or _DEFAULT_KIND, _TABLE[_DEFAULT_KIND])[recurrence]
     return table[min(size for size in table if size >= tokens)]
 

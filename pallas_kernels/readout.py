@@ -94,7 +94,7 @@ class Readout:
         for first in range(0, geo.d_state, PIECE):
             columns = pl.ds(first, PIECE)
             if first and self.fused:
-                # Keeps the compiler from loading all pieces ahead, which takes more registers than two CTAs have.
+                # Without it the compiler loads all pieces at once: too many registers for two CTAs.
                 warp_barrier(plgpu)
             matrix = plgpu.load(state.at[:, columns], layout=layout)
             for t in range(geo.tokens):

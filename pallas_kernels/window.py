@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.fold import claim, synchronise
 from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
 from pallas_kernels.packing import pack_readers, reader_parts
 from pallas_kernels.pipeline import (
-    NEW_SLOTS,
     Geometry,
     Group,
     Operands,
@@ -36,6 +36,8 @@ from pallas_kernels.pipeline import (
     shared_bytes,
 )
 from pallas_kernels.readout import Readout, store_row
+from pallas_kernels.rows import WARPGROUP, copy_rows, init_barriers, wait_rows
+
 
 class Chunk(NamedTuple):
     """Tiles of one group: its ticket, or the first tile's index in a share; its row's cursor; the first tile
@@ -53,26 +55,6 @@ def chunk_tiles(tiles: int, least: int, share: int) -> int:
     """Tiles of a small chunk: the smallest divisor of a group's tiles from `least`, or a CTA's share, on."""
     wanted = max(1, min(least, share))
     return min((size for size in range(wanted, tiles) if tiles % size == 0), default=tiles)
-
-
-def take_ticket(plgpu: Any, counter: Any, ticket: Any) -> None:
-    """ticket[0] = counter[0]; counter[0] += 1, at once for all CTAs."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def take(_, counter, ticket):
-        one = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [utils.memref_ptr(counter), utils.memref_ptr(ticket), one],
-            "{ .reg .b32 t; @$2 atom.global.add.u32 t, [$0], 1; @$2 st.shared.b32 [$1], t; }",
-            "l,r,b",
-            has_side_effects=True,
-        )
-
-    take(counter, ticket)
 
 
 def stream_window(
@@ -132,7 +114,7 @@ def stream_window(
         "weights": plgpu.SMEM(
             (halves, tokens, geo.group_heads if compact else geo.head_slots, geo.slots), jnp.float32
         ),
-        "ticket": plgpu.SMEM((1,), jnp.int32),
+        "ticket": plgpu.SMEM((WARPGROUP,), jnp.int32),
         "group_barrier": plgpu.Barrier(num_arrivals=group_copies),
         "constants": None,
         "scale": None,
@@ -170,7 +152,10 @@ def stream_window(
         scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
         scratch["cursor_barrier"] = plgpu.Barrier(num_arrivals=1)
     scratch |= staged(stages)
-    scratch["tile_barrier"] = plgpu.Barrier(num_arrivals=2 + granules, num_barriers=stages)
+    if fused:
+        scratch["rows_landed"] = plgpu.SMEM((stages, 2), jnp.int32)
+    copies = 1 if fused else 2 + granules
+    scratch["tile_barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
 
     def body(*refs: Any, **buffers: Any) -> None:
         smem = types.SimpleNamespace(**buffers)
@@ -182,7 +167,8 @@ def stream_window(
         reader_in, cursor_in, counts_in, *constants_in = rest
         if fused:
             plain = ("values", "keys", "reader", "weights", "constants", "scale", "readers", "scalars")
-            pin_plain(plgpu, jax.tree.leaves([buffers[n] for n in (*plain, "row_scalars", "extra")]))
+            plain += ("row_scalars", "extra", "ticket", "rows_landed")
+            pin_plain(plgpu, jax.tree.leaves([buffers[name] for name in plain]))
 
         cta = lax.axis_index("cta")
         total = counts_in[0] * row_tiles
@@ -214,11 +200,17 @@ def stream_window(
             plgpu.barrier_wait(smem.cursor_barrier)
             return chunk_at(begin)
 
-        def claim(chunk: Chunk) -> None:
-            if claims and fused:
-                take_ticket(plgpu, refs[-1], smem.ticket)
-            elif claims:
-                smem.ticket[0] = chunk.ticket
+        def claim_next(chunk: Chunk) -> jax.Array | None:
+            """A ticket that is on its way, for `keep_ticket`: using it at once would wait for memory."""
+            if not claims:
+                return None
+            if fused:
+                return claim(plgpu, refs[-1], jnp.int32(-1), place=0)
+            return jnp.full((WARPGROUP,), chunk.ticket, jnp.int32)
+
+        def keep_ticket(ticket: jax.Array | None) -> None:
+            if claims:
+                smem.ticket[...] = ticket
 
         def following(chunk: Chunk) -> Chunk:
             return chunk_of(smem.ticket[0] + ctas) if claims else chunk_at(chunk.ticket + chunk.count)
@@ -244,6 +236,11 @@ def stream_window(
             plgpu.copy_gmem_to_smem(
                 state_in.at[chunk.row * row_tiles + within], smem.state.at[stage], barrier
             )
+            if fused:
+                begin = lax.rem(chunk.start, jnp.int32(ring))
+                place, landed = (stage, block, tile), smem.rows_landed
+                copy_rows(plgpu, values_ring, values_in, values, landed, place, begin, chunk.length)
+                return
             ring_copies(
                 chunk,
                 lambda source, slots: plgpu.copy_gmem_to_smem(
@@ -292,7 +289,8 @@ def stream_window(
             plgpu.commit_smem_to_gmem_group()
 
         def prepare(chunk: Chunk, number: jax.Array) -> None:
-            """What the tiles of a chunk need."""
+            """What the tiles of a chunk need; claims the next chunk."""
+            ticket = claim_next(chunk)
             half, reader_half = lax.rem(number, halves), lax.rem(number, reader_halves)
             plgpu.barrier_wait(smem.group_barrier)
             group = lax.div(chunk.within, tiles)
@@ -330,15 +328,19 @@ def stream_window(
                         for t in range(tokens)
                     ]
                     pack_readers(plgpu, sources, smem.packed.at[half, h], parts)
+            keep_ticket(ticket)
             plgpu.commit_smem()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def read_tile(chunk: Chunk, offset: jax.Array, number: jax.Array, stage: jax.Array) -> None:
-            half = lax.rem(number, halves)
+        def read_tile(chunk: Chunk, offset: jax.Array, number: jax.Array, turn: jax.Array) -> None:
+            """turn: tiles of the CTA before this one."""
+            half, stage = lax.rem(number, halves), lax.rem(turn, stages)
             within = chunk.within + offset
             group, tile = lax.div(within, tiles), lax.rem(within, tiles)
             readers = smem.reader.at[lax.rem(number, reader_halves)]
             plgpu.barrier_wait(smem.tile_barrier.at[stage])
+            if fused:
+                wait_rows(plgpu, smem.rows_landed, stage, lax.rem(lax.div(turn, stages), 2))
             outputs = readout(
                 smem.state.at[stage],
                 smem.values.at[stage],
@@ -359,7 +361,7 @@ def stream_window(
                 new = plgpu.load(smem.values.at[stage, ring + t], layout=plgpu.Layout.WGMMA.reduce(1))
                 store_row(plgpu, values_ring.at[chunk.row * groups + group, slot, tile], new, fused)
             # Every warp has read the stage, and the group's coefficients, before either is written again.
-            plgpu.commit_smem()
+            synchronise(plgpu, fused)
 
         def known_chunk(number: jax.Array) -> Chunk:
             place = lax.rem(number, 3)
@@ -387,7 +389,6 @@ def stream_window(
                     publish(chunk, number)
                 wait_free(number - 2)
                 issue_group(chunk, number)
-                claim(chunk)
                 prepare(chunk, number)
                 plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
                 return number + 1, following(chunk)
@@ -400,10 +401,11 @@ def stream_window(
             plgpu.wait_smem_to_gmem(0)
 
         def serve_tiles() -> None:
-            # Slots beyond the new tokens are never copied: their weights are zero, so they must be finite.
+            # Rows that are not copied have zero weights, so they must be finite.
             for stage in range(stages):
-                unused = smem.values.at[stage, pl.ds(ring, NEW_SLOTS)]
-                unused[...] = jnp.zeros((NEW_SLOTS, TILE), value_dtype)
+                smem.values.at[stage][...] = jnp.zeros((geo.tile_slots, TILE), value_dtype)
+            if fused:
+                init_barriers(plgpu, smem.rows_landed)
             plgpu.commit_smem()
             if not claims:
                 cursors = cursor_in.at[pl.ds(first_row, listed)]
@@ -429,7 +431,6 @@ def stream_window(
                     plgpu.barrier_wait(smem.ready.at[lax.rem(number, 2)])
                     after = known_chunk(number + 1) if claims else following(chunk)
                 else:
-                    claim(chunk)
                     prepare(chunk, number)
                     after = following(chunk)
 
@@ -440,7 +441,7 @@ def stream_window(
                 end = done + chunk.count
 
                 def tile(offset: jax.Array, issued: jax.Array) -> jax.Array:
-                    read_tile(chunk, offset, number, lax.rem(done + offset, stages))
+                    read_tile(chunk, offset, number, done + offset)
 
                     def issue(n: jax.Array, carry: None) -> None:
                         here = n < end
