@@ -104,7 +104,9 @@ class MTPDrafter(Drafter):
         trunk = jnp.take_along_axis(trunk, source[:, :, None], axis=1)
         given = lengths > 0
         known = jnp.where(given, state.waiting + lengths - 1, 0)
-        _, caches = _entries(model, state.caches, text[:, 1:], trunk[:, :-1], known, position - state.waiting)
+        segment = fresh_segment(*text[:, 1:].shape, lengths=known)
+        segment = dataclasses.replace(segment, position=position - state.waiting)
+        _, caches = model.mtp(model.embed(text[:, 1:]), trunk[:, :-1], segment, state.caches)
         newest = dataclasses.replace(
             state,
             tokens=state.tokens.at[:, 0].set(at_index(text, known)),
@@ -117,18 +119,13 @@ class MTPDrafter(Drafter):
         last = jnp.maximum(state.waiting - 1, 0)
         rows = jnp.arange(token.shape[0], dtype=jnp.int32)
         following = jnp.roll(state.tokens, -1, axis=1).at[rows, last].set(token)
-        outputs, caches = _entries(
-            model, state.caches, following, state.hidden, state.waiting, position - state.waiting
-        )
+        outputs, caches = _entries(model, state.caches, following, state.hidden, position - state.waiting)
         output = at_index(outputs, last)
         draft, q = draw_drafts(model.logits(output), prompt, position + 1, params)
 
         def one_more(carry, place):
             draft, output, caches = carry
-            one = jnp.ones_like(position)
-            outputs, caches = _entries(
-                model, caches, draft[:, None], output[:, None], one, position + place - 2
-            )
+            outputs, caches = _entries(model, caches, draft[:, None], output[:, None], position + place - 2)
             draft, q = draw_drafts(model.logits(outputs[:, 0]), prompt, position + place, params)
             return (draft, outputs[:, 0], caches), (draft, q)
 
@@ -151,14 +148,13 @@ def _entries(
     caches: Caches,
     tokens: Int32[Array, "B T"],
     hidden: Float[Array, "B T D"],
-    lengths: Int32[Array, " B"],
     position: Int32[Array, " B"],
 ) -> tuple[Float[Array, "B T D"], Caches]:
-    """The head's normed outputs of T entries from `position` on, of which the first `lengths` are stored.
+    """The head's normed outputs of T entries from `position` on, as a step makes them.
 
-    tokens: those after the entries.
+    tokens: those after the entries. All entries are stored, those that mean nothing too: they are scratch.
     """
-    segment = dataclasses.replace(fresh_segment(*tokens.shape, lengths=lengths), position=position)
+    segment = dataclasses.replace(fresh_segment(*tokens.shape), position=position, mode="step")
     return model.mtp(model.embed(tokens), hidden, segment, caches)
 
 
