@@ -1,10 +1,10 @@
 """What the models of `bench.precision_drift` decode: held-out text and fresh tasks, cut into streams."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from bench.drift_tasks import INTERVALS, TASKS, answers, task_stream
 from bench.drift_text import KINDS
@@ -57,21 +57,20 @@ def byte_streams(data: Path, length: int, texts: int, tasks: int, seed: int = 10
     return Streams(tuple(names), tokens, np.ones(tokens.shape, np.int32), kinds)
 
 
-def token_streams(data: Path, length: int, texts: int) -> Streams:
-    """`texts` streams of each kind of held-out text of `bench.embedded_text`, in its tokens."""
-    tokenizer = json.loads((data / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    # Byte-level: a character of a token's name is a byte of the text; the end of text has none.
-    sizes = np.zeros(max(vocabulary.values()) + 1, np.int32)
-    for name, index in vocabulary.items():
-        sizes[index] = 0 if name.startswith("<|") else len(name)
-    rows = []
+def token_streams(data: Path, tokenizer: Path, length: int, texts: int) -> Streams:
+    """`texts` streams of each kind of held-out text of `bench.drift_text`, in tokens of a tokenizer.json."""
+    encoder, arrays, rows, sizes = Tokenizer.from_file(str(tokenizer)), np.load(data), [], []
     for kind in KINDS:
-        parts = [np.load(data / f"{part}_{kind}.npy") for part in ("test", "select")]
-        rows.append(_cut(np.concatenate(parts).astype(np.int32), texts, length + 1, kind))
-    tokens = np.concatenate(rows)
+        # Byte-level: the ASCII characters that a token stands for are its bytes.
+        encoded = encoder.encode(arrays[f"held_{kind}"].tobytes().decode("ascii"))
+        sizes.append(np.asarray([end - start for start, end in encoded.offsets], np.int32))
+        rows.append(np.asarray(encoded.ids, np.int32))
+    tokens, spans = (
+        np.concatenate([_cut(row, texts, length + 1, kind) for row, kind in zip(part, KINDS, strict=True)])
+        for part in (rows, sizes)
+    )
     names = tuple(f"{kind} {index}" for kind in KINDS for index in range(texts))
-    return Streams(names, tokens, sizes[tokens], np.zeros((0, length + 1), np.uint8))
+    return Streams(names, tokens, spans, np.zeros((0, length + 1), np.uint8))
 
 
 def text_edges(length: int) -> list[int]:

@@ -3,7 +3,7 @@
     python -m bench.drift_text --out .data/drift.npz
     python -m bench.train_drift drift-nemotron-h --data .data/drift.npz --out .data/weights --commit HASH
     python -m bench.precision_drift --data .data/drift.npz --weights .data/weights --commit HASH
-    python -m bench.precision_drift --models tiny-qwen3.5 --embedded-data .data --tokens 32768 --commit HASH
+    python -m bench.precision_drift --models tiny-qwen3.5 --data .data/drift.npz --tokens 32768 --commit HASH
 
 Teacher-forced decoding of held-out text and of tasks with exact answers (bench/drift_tasks.py) in windows of
 L tokens (bench/drift_layers.py). Rows are [configuration, text]; formats are simulated by encoding and
@@ -41,6 +41,7 @@ from bench.drift_streams import Streams, byte_streams, cells, text_edges, token_
 from bench.embedded_shapes import CONFIGS as EMBEDDED
 from bench.timing import exclusive
 from models.base import HybridModel
+from models.sources import resolve_source
 from pallas_kernels.numerics import hash_uint32
 
 FIELDS = ("kl", "agreement", "nats")
@@ -117,7 +118,7 @@ def compared(model: HybridModel, streams: Streams, length: int, each: int, turn)
     spans = np.diff([*edges, streams.length])
     size = np.add.reduceat(streams.sizes[:, 1:], edges, axis=1)
     predicted = np.moveaxis(right[:, :, streams.texts :], 0, 2)
-    counts = cells(streams.kinds, predicted.reshape(*predicted.shape[:2], -1))
+    counts = cells(streams.kinds, predicted.reshape(*predicted.shape[:2], streams.length))
 
     def table(values: np.ndarray) -> list:
         return [[float(f"{x:.6g}") for x in row] for row in values]
@@ -170,8 +171,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=8, help="streams of tasks (not for embedded models)")
     parser.add_argument("--head-texts", type=int, default=1, help="streams of each kind for errors by head")
     parser.add_argument("--head-tokens", type=int, default=32768, help="decoded of each of those; 0: none")
-    parser.add_argument("--data", type=Path, help="file that bench.drift_text wrote")
-    parser.add_argument("--embedded-data", type=Path, help="folder that bench.embedded_text wrote")
+    parser.add_argument("--data", type=Path, required=True, help="file that bench.drift_text wrote")
     parser.add_argument("--weights", type=Path, help="folder that bench.train_drift wrote")
     parser.add_argument("--out", type=Path, default=result_file.RESULTS / "precision_drift.json")
     parser.add_argument("--dispatch", type=int, default=8192, help="tokens of a text in one dispatch")
@@ -184,7 +184,7 @@ def main() -> None:
 
     def streams(name: str, length: int, texts: int, tasks: int) -> Streams:
         if name in EMBEDDED:
-            return token_streams(options.embedded_data, length, texts)
+            return token_streams(options.data, resolve_source(name) / "tokenizer.json", length, texts)
         return byte_streams(options.data, length, texts, tasks)
 
     def done(**fields: object) -> bool:

@@ -16,7 +16,7 @@ def test_inverses_of_unit_lower_matrices():
     assert rms_error(ours, np.linalg.inv(np.eye(16) + strict)) < 1e-5
 
 
-@pytest.mark.parametrize("family", PREFILLS)
+@pytest.mark.parametrize("family", [pytest.param("mamba2", marks=pytest.mark.slow), "gated_delta"])
 def test_windows_of_a_stream_are_one_prefill(family):
     rng = np.random.default_rng(2)
     sizes = Shape(batch=2, heads=4, groups=2, head_dim=3, d_state=8)

@@ -174,6 +174,7 @@ def test_answers_follow_from_what_the_stream_states():
     assert found == len(spans) > 400
 
 
+@pytest.mark.slow
 def test_errors_by_head_come_from_the_formats_alone():
     """Against a loop over windows that keeps every state in float64 beside the stored one."""
     model = hot_model("gated_delta", layers=1)
