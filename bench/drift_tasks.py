@@ -1,10 +1,11 @@
 """Streams of text with tasks of exact answers, for `bench.precision_drift` and its training.
 
-Bytes below 9 mark a task; the text around them has none. A fact is stated once and asked for later, at a
-distance that the task sets; text and the facts of other tasks lie between:
+Bytes below 9 and above 127 belong to tasks; the text around them has none. Every task has registers, symbols
+of its own. A register is written, then asked for several times, and then written anew; the newest value
+counts. Between two mentions lies a distance that the task sets, filled with text and other registers.
 
-- recall: `1 key key value`, asked `2 key key` -> value; keys and values are letters.
-- copy: `3 tag` and five letters, asked `4 tag` -> the five letters; right when all of them are.
+- recall: `1 register value`, asked `2 register` -> value, one of 32 symbols.
+- copy: `3 register` and four symbols, asked `4 register` -> the four symbols; right when all of them are.
 - sum: `5 register digit`, asked `6 register digit` -> the last digit of the sum of both digits.
 
 A cell of the study is a task (a kind and a range of distances) and an interval of positions of the stream.
@@ -19,20 +20,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-MARKS = {"recall": 1, "copy": 3, "sum": 5}  # of a fact; the question has the next byte
-COPIED = 5
-LETTERS = b"abcdefghijklmnopqrstuvwxyz"
-TAGS = LETTERS + LETTERS.upper()
+MARKS = {"recall": 1, "copy": 3, "sum": 5}  # of a write; a question has the next byte
+COPIED = 4
+ASKED = 4  # times that a value is asked for
+FIRST_REGISTER, FIRST_VALUE, VALUES = 128, 224, 32
 
-# What a byte of a stream is: text, a byte of a fact or a question, else ANSWER + index of the task.
+# What a byte of a stream is: text, a byte of a write or a question, else ANSWER + number of the task.
 TEXT, GIVEN, ANSWER = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A kind of fact, asked for between `nearest` and `farthest` bytes after it was stated."""
+    """Registers of a kind, asked for `nearest` to `farthest` bytes after they were last mentioned."""
 
     kind: str
+    registers: int
     nearest: int
     farthest: int
 
@@ -42,18 +44,17 @@ class Task:
         return f"{self.kind} {self.nearest}-{self.farthest}"
 
 
+# As many registers as give every task a similar share of the stream.
 TASKS = (
-    Task("recall", 64, 256),
-    Task("recall", 256, 1024),
-    Task("recall", 1024, 4096),
-    Task("copy", 64, 256),
-    Task("copy", 256, 1024),
-    Task("copy", 1024, 4096),
-    Task("sum", 64, 512),
-    Task("sum", 512, 4096),
+    Task("recall", 3, 64, 256),
+    Task("recall", 11, 256, 1024),
+    Task("recall", 24, 1024, 4096),
+    Task("copy", 2, 64, 256),
+    Task("copy", 5, 256, 1024),
+    Task("copy", 12, 1024, 4096),
+    Task("sum", 3, 64, 512),
+    Task("sum", 12, 512, 4096),
 )
-# Easier ones, for training alone: what they teach carries over to longer distances.
-NEAR_TASKS = (Task("recall", 8, 64), Task("copy", 8, 64), Task("sum", 8, 64))
 # Intervals of positions [first, last); with the eight tasks 48 cells.
 INTERVALS = (
     (0, 4096),
@@ -65,86 +66,79 @@ INTERVALS = (
 )
 
 
-class _Facts:
-    """Draws facts whose names are not those of facts still to be asked for."""
+class _Register:
+    """A register's value, and how often it will still be asked for."""
 
-    def __init__(self, rng: random.Random):
-        self.rng = rng
-        self.held: dict[str, set[bytes]] = {"recall": set(), "copy": set(), "sum": set()}
+    def __init__(self, task: int, symbol: int, rng: random.Random):
+        self.task, self.kind, self.symbol, self.rng = task, TASKS[task].kind, bytes([symbol]), rng
+        self.value, self.left = b"", 0
 
-    def _letters(self, count: int) -> bytes:
-        return bytes(self.rng.choices(LETTERS, k=count))
-
-    def _name(self, kind: str) -> bytes:
-        held = self.held[kind]
-        while True:
-            name = self._letters(2) if kind == "recall" else bytes(self.rng.choices(TAGS))
-            if name not in held:
-                held.add(name)
-                return name
-
-    def draw(self, kind: str) -> tuple[bytes, bytes, bytes, bytes]:
-        """Bytes that state a new fact, bytes that ask for it, its answer, and the name that it holds."""
-        name = self._name(kind)
-        if kind == "recall":
-            stated = answer = self._letters(1)
-            question = b""
-        elif kind == "copy":
-            stated = answer = self._letters(COPIED)
-            question = b""
+    def write(self) -> bytes:
+        """Bytes that give the register a new value."""
+        self.left = ASKED
+        if self.kind == "sum":
+            self.value = b"%d" % self.rng.randrange(10)
         else:
-            first, second = self.rng.randrange(10), self.rng.randrange(10)
-            stated, question = b"%d" % first, b"%d" % second
-            answer = b"%d" % ((first + second) % 10)
-        mark = MARKS[kind]
-        return bytes([mark]) + name + stated, bytes([mark + 1]) + name + question, answer, name
+            count = 1 if self.kind == "recall" else COPIED
+            self.value = bytes(FIRST_VALUE + self.rng.randrange(VALUES) for _ in range(count))
+        return bytes([MARKS[self.kind]]) + self.symbol + self.value
+
+    def ask(self) -> tuple[bytes, bytes]:
+        """Bytes of a question, and the answer."""
+        self.left -= 1
+        question, answer = bytes([MARKS[self.kind] + 1]) + self.symbol, self.value
+        if self.kind == "sum":
+            other = self.rng.randrange(10)
+            question, answer = question + b"%d" % other, b"%d" % ((int(self.value) + other) % 10)
+        return question, answer
 
 
 def task_stream(
-    text: bytes,
-    length: int,
-    seed: int,
-    tasks: tuple[Task, ...] = TASKS,
-    *,
-    first: int = 0,
-    filler: int = 12,
+    text: bytes, length: int, seed: int, *, shrink: int = 1, first: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """A stream of `length` bytes and what each byte is (TEXT, GIVEN, ANSWER + task), uint8 [length].
 
-    text: bytes of at least 9, from which pieces of about `filler` bytes between facts are taken in turn, from
-    a random place on. first: number of the first of the tasks.
+    text: ASCII without bytes below 9, taken in turn from a random place on. shrink: divides distances and, at
+    random, the registers in use; little text is then left. first: is added to the numbers of the tasks.
     """
     rng = random.Random(seed)
-    facts, place = _Facts(rng), rng.randrange(len(text))
+    symbols = itertools.count(FIRST_REGISTER)
+    registers, spans = [], []
+    for number, task in enumerate(TASKS):
+        own = [_Register(number, next(symbols), rng) for _ in range(task.registers)]
+        registers += rng.sample(own, max(1, task.registers // shrink))
+        spans.append((math.log(task.nearest / shrink), math.log(task.farthest / shrink)))
+
+    def distance(register: _Register) -> float:
+        return math.exp(rng.uniform(*spans[register.task]))
+
     body, kinds = bytearray(), bytearray()
-    due: list[tuple[int, int, tuple]] = []
-    ranges = [(math.log(task.nearest), math.log(task.farthest)) for task in tasks]
 
     def emit(given: bytes, kind: int) -> None:
         body.extend(given)
         kinds.extend(bytes([kind]) * len(given))
 
-    for count in itertools.count():
-        if len(body) >= length:
-            break
-        if due and due[0][0] <= len(body):
-            _, _, (task, question, answer, name) = heapq.heappop(due)
-            emit(question, GIVEN)
-            emit(answer, ANSWER + first + task)
-            facts.held[tasks[task].kind].discard(name)
+    due = [(rng.random() * distance(register), index) for index, register in enumerate(registers)]
+    heapq.heapify(due)
+    place = rng.randrange(len(text))
+    while len(body) < length:
+        when, index = due[0]
+        missing = math.ceil(when) - len(body)
+        if missing > 0:
+            piece = text[place : place + missing]
+            place = (place + len(piece)) % len(text)
+            emit(piece, TEXT)
             continue
-        piece = rng.randrange(1, 2 * filler + 1)
-        if due:
-            piece = min(piece, due[0][0] - len(body))
-        place = place if place + piece <= len(text) else 0
-        emit(text[place : place + piece], TEXT)
-        place += piece
-        task = rng.randrange(len(tasks))
-        if len(facts.held[tasks[task].kind]) < len(TAGS) - 8:
-            stated, question, answer, name = facts.draw(tasks[task].kind)
-            emit(stated, GIVEN)
-            distance = int(math.exp(rng.uniform(*ranges[task])))
-            heapq.heappush(due, (len(body) + distance, count, (task, question, answer, name)))
+        register = registers[index]
+        if register.left:
+            question, answer = register.ask()
+            emit(question, GIVEN)
+            emit(answer, ANSWER + first + register.task)
+        else:
+            emit(register.write(), GIVEN)
+        # A value is given up as soon as it has been asked for often enough.
+        pause = distance(register) if register.left else 1.0
+        heapq.heapreplace(due, (len(body) + pause, index))
     return np.frombuffer(body[:length], np.uint8), np.frombuffer(kinds[:length], np.uint8)
 
 

@@ -11,8 +11,9 @@ latest. Training runs in dispatches of about two seconds, each under the lock of
 a device. Weights are stored about every 20 seconds, rounded (bench/drift_models.py).
 
 Records of the result file, one a dispatch: {"step", "tokens", "seconds", "norm" (of the last gradient),
-"play", "code" (nats a byte of the training rows), "right" (share of right answer bytes of every task)}. What
-the stored weights do with held-out text and fresh tasks is in the FP32 records of `bench.precision_drift`.
+"play", "code" (nats a byte of the training rows), "right" (share of right answer bytes of every task), "near"
+(the same at shrunk distances)}. What the stored weights do with held-out text and fresh tasks is in the FP32
+records of `bench.precision_drift`.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from bench.drift_models import (
     load_weights,
     save_weights,
 )
-from bench.drift_tasks import ANSWER, GIVEN, NEAR_TASKS, TASKS, TEXT, task_stream
+from bench.drift_tasks import ANSWER, GIVEN, TASKS, TEXT, task_stream
 from bench.drift_text import KINDS
 from bench.drift_training import stream_layers
 from bench.timing import exclusive
@@ -54,12 +55,14 @@ FIELDS = len(KINDS) + 1
 class Recipe:
     """Settings of a run.
 
-    rows: windows a step, two thirds of them tasks. answer_weight: of an answer byte in the loss, where a byte
-    of text has 1 and a random byte of a fact has 0. restart: probability that a row begins elsewhere.
-    streams, stream: number and bytes of the streams of tasks. near: every so many of them has NEAR_TASKS.
+    rows: windows a step, one of `text_every` of them text, the others tasks. answer_weight: of an answer byte
+    in the loss, where a byte of text has 1 and a random byte of a task has 0. restart: probability that a row
+    begins elsewhere. streams, stream: number and bytes of the streams of tasks. shrinks: what divides the
+    distances in them, in turn; short ones are learned first.
     """
 
     rows: int = 12
+    text_every: int = 3
     context: int = CONTEXT
     peak_rate: float = 2.5e-3
     last_rate: float = 2e-5
@@ -69,24 +72,22 @@ class Recipe:
     restart: float = 0.125
     stream: int = 1 << 17
     streams: int = 160
-    near: int = 4
+    shrinks: str = "1,4,16"
     seed: int = 0
 
 
-def _stream(text: bytes, length: int, seed: int, near: bool) -> tuple[np.ndarray, np.ndarray]:
-    if near:
-        return task_stream(text, length, seed, NEAR_TASKS, first=len(TASKS))
-    return task_stream(text, length, seed)
+def _stream(text: bytes, length: int, seed: int, shrink: int) -> tuple[np.ndarray, np.ndarray]:
+    return task_stream(text, length, seed, shrink=shrink, first=0 if shrink == 1 else len(TASKS))
 
 
 def task_pool(texts: list[np.ndarray], recipe: Recipe, workers: int) -> np.ndarray:
     """Bytes and what they are, uint8 [2, streams * stream], over the texts in turn."""
     bodies = [text.tobytes() for text in texts]
-    numbers = range(recipe.streams)
-    given = [bodies[i % len(bodies)] for i in numbers]
+    numbers, shrinks = range(recipe.streams), [int(shrink) for shrink in recipe.shrinks.split(",")]
+    # Text and distances in all combinations.
+    given = [bodies[i // len(shrinks) % len(bodies)] for i in numbers]
     seeds = [recipe.seed * 1_000_003 + i for i in numbers]
-    near = [bool(recipe.near) and i % recipe.near == 0 for i in numbers]
-    options = (given, [recipe.stream] * recipe.streams, seeds, near)
+    options = (given, [recipe.stream] * recipe.streams, seeds, [shrinks[i % len(shrinks)] for i in numbers])
     if workers == 1:
         parts = list(map(_stream, *options))
     else:
@@ -111,7 +112,8 @@ def forward(model, tokens, layers, segment):
 
 
 def measures(nats, right, kinds, play):
-    """Sums and counts by field: nats of play and code, right answers of every task; [2, 2 + tasks].
+    """Sums and counts by field: nats of play and code, right answers of every task, then of the tasks at
+    shrunk distances; [2, 2 + 2 tasks].
 
     nats, right, kinds: of each token, [B, T]. play: rows of plays, [B].
     """
@@ -120,7 +122,7 @@ def measures(nats, right, kinds, play):
     groups = [(pure & play)[:, None] & is_text, (pure & ~play)[:, None] & is_text]
     sums = [jnp.sum(jnp.where(group, nats, 0.0)) for group in groups]
     counts = [jnp.sum(group) for group in groups]
-    for task in range(len(TASKS)):
+    for task in range(2 * len(TASKS)):
         asked = kinds == ANSWER + task
         sums.append(jnp.sum(jnp.where(asked & right, 1.0, 0.0)))
         counts.append(jnp.sum(asked))
@@ -139,7 +141,7 @@ class Trainer:
         self.data = jnp.asarray(np.concatenate(parts, axis=1))
         ends = np.cumsum([part.shape[1] for part in parts])
         row = np.arange(recipe.rows)
-        kind = np.where(row % 3, len(KINDS), row // 3 % len(KINDS))
+        kind = np.where(row % recipe.text_every, len(KINDS), row // recipe.text_every % len(KINDS))
         self.low = jnp.asarray((ends - [part.shape[1] for part in parts])[kind], jnp.int32)
         self.high = jnp.asarray(ends[kind] - recipe.context - 1, jnp.int32)
         self.play = jnp.asarray(kind == 0)
@@ -201,7 +203,7 @@ class Trainer:
             norm = optax.global_norm(grads)
             return (params, moments, layers, places + recipe.context), norm, sums + measured
 
-        nothing = jnp.zeros((2, len(KINDS) + len(TASKS)), jnp.float32)
+        nothing = jnp.zeros((2, len(KINDS) + 2 * len(TASKS)), jnp.float32)
         return jax.lax.fori_loop(0, steps, one, (state, jnp.float32(0.0), nothing))
 
     def places(self, places, step):
@@ -223,7 +225,8 @@ class Trainer:
 def named(sums: np.ndarray) -> dict:
     """The fields of a record from sums and counts."""
     share = np.round(sums[0] / np.maximum(sums[1], 1), 4).tolist()
-    return dict(zip(KINDS, share, strict=False)) | {"right": share[len(KINDS) :]}
+    right = share[len(KINDS) :]
+    return dict(zip(KINDS, share, strict=False)) | {"right": right[: len(TASKS)], "near": right[len(TASKS) :]}
 
 
 def train(trainer: Trainer, name: str, options) -> tuple[nnx.State, list[dict]]:

@@ -138,7 +138,7 @@ def test_cells_count_whole_answers():
     right = np.zeros((2, 1, 5999), bool)
     right[1] = True
     wrong = [span for span in spans if span[0] == 3][0]
-    right[1, 0, wrong[1]] = False  # the second of five letters
+    right[1, 0, wrong[1]] = False  # the second of four symbols
     counts = cells(kinds[None], right)
     assert counts.shape == (2, len(TASKS), len(INTERVALS), 2) and len(TASKS) * len(INTERVALS) == 48
     asked = np.bincount([task for task, _, _ in spans], minlength=len(TASKS))
@@ -148,30 +148,32 @@ def test_cells_count_whole_answers():
     assert counts[:, :, 2:, 1].sum() == 0 < counts[:, :, 1, 1].sum()
 
 
-def test_answers_follow_from_what_the_stream_states():
-    """An independent reader of the stream, fact by fact, finds every answer and its distance."""
-    body, kinds = task_stream(b"some other words, " * 50, 20000, seed=6)
-    data, stated, found = body.tobytes(), {}, 0
-    marks = [place for place, byte in enumerate(data) if byte < 9]
+@pytest.mark.parametrize("shrink", [1, 4])
+def test_answers_follow_from_what_the_stream_states(shrink):
+    """An independent reader of the stream, mention by mention, finds every answer and its distance."""
+    body, kinds = task_stream(b"some other words, " * 50, 40000, seed=6, shrink=shrink)
+    data, values, found, delays = body.tobytes(), {}, 0, []
     spans = {first: (task, last) for task, first, last in answers(kinds)}
-    for place in marks:
-        size = 2 if data[place] in (1, 2) else 1
-        name, rest = data[place + 1 : place + 1 + size], place + 1 + size
+    for place in (place for place, byte in enumerate(data[:-8]) if byte < 9):
+        register, rest = data[place + 1 : place + 2], place + 2
         if data[place] % 2:
-            payload = 5 if data[place] == 3 else 1
-            stated[data[place], name] = (data[rest : rest + payload], rest + payload)
+            values[register] = data[rest : rest + (4 if data[place] == 3 else 1)], rest
             continue
-        value, end = stated.pop((data[place] - 1, name))
+        value, mentioned = values[register]
+        values[register] = value, place
         if data[place] == 6:
             value, rest = b"%d" % ((int(value) + int(data[rest : rest + 1])) % 10), rest + 1
-        if rest not in spans:
-            assert rest + len(value) >= len(data)
-            continue
-        task, last = spans[rest]
-        assert data[rest:last] == value
-        assert TASKS[task].nearest - 1 <= place - end <= TASKS[task].farthest + 40
-        found += 1
-    assert found == len(spans) > 400
+        if rest in spans:
+            task, last = spans[rest]
+            assert data[rest:last] == value
+            # Others that are due at the same time come first.
+            delays.append((place - mentioned) * shrink - TASKS[task].farthest)
+            assert place - mentioned >= TASKS[task].nearest // shrink - 1
+            found += 1
+    assert found >= len(spans) - 4 > 2000
+    assert max(delays) <= 100 * shrink
+    text = np.frombuffer(data, np.uint8)[kinds == 0]
+    assert text.size > 10000 and b"some other words" in text.tobytes()
 
 
 @pytest.mark.slow
