@@ -16,7 +16,7 @@ from flax import nnx
 
 from models.base import HybridModel
 from models.checkpoint import FAMILIES
-from models.config import ModelConfig, NemotronHConfig, parse_config
+from models.config import ModelConfig, parse_config
 
 VOCAB_SIZE = 256
 CONTEXT = 4096
@@ -178,8 +178,3 @@ def load_weights(folder: Path, name: str) -> HybridModel:
             place += 4 * leaf.size
         values.append(jnp.asarray(value).astype(leaf.dtype))
     return nnx.merge(graph, jax.tree.unflatten(structure, values))
-
-
-def is_mamba2(config: ModelConfig) -> bool:
-    """Whether the model's recurrence is Mamba-2."""
-    return isinstance(config, NemotronHConfig)
