@@ -313,7 +313,8 @@ class Operands:
 
     out: reference [B, T, G, tiles, 64]; state [B*G*tiles, 64, K]; values, keys, scalars: rings as references;
     new_*: the call's tokens; cursor int32 [B, 4] rows of (row, start, length, 0), rows that only read first;
-    counts int32 [2]: such rows, and those that flush (None for an eager step of all rows).
+    counts int32 [2]: such rows, and those that flush (None for an eager step of all rows); forgotten int32
+    [B*G]: bit i is set where tile i of the group's state is not read but taken for zero; None: all are read.
     """
 
     out: Any
@@ -328,3 +329,4 @@ class Operands:
     constants: jax.Array | None
     cursor: jax.Array | None
     counts: jax.Array | None
+    forgotten: jax.Array | None = None

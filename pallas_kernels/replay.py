@@ -114,6 +114,7 @@ class Kernels:
         constants: jax.Array | None,
         plan: tuple[jax.Array, jax.Array],
         *,
+        forgotten: jax.Array | None = None,
         out_dtype: Any = jnp.float32,
         parameters: launch.LaunchParameters | None = None,
         interpret: Any = None,
@@ -126,6 +127,8 @@ class Kernels:
         caller's to move.
         """
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype, writes_state=True)
+        if forgotten is not None:
+            call.operands["forgotten"] = forgotten_tiles(forgotten, call.geometry)
         parameters = call.parameters(parameters, self.name)
         alone = parameters.beside > 0 and checkpoint.shape[0] <= launch.ONE_LAUNCH_ROWS
         counter = None
@@ -137,6 +140,18 @@ class Kernels:
         options = {"alone": alone, "interpret": interpret}
         call.window(self.window_rule, plan, parameters, counter, self.token_rule, **options)
         return call.outputs(), call.state(), call.ring()
+
+
+def forgotten_tiles(heads: jax.Array, geometry: Geometry) -> jax.Array:
+    """Bits of the tiles all of whose rows belong to forgotten heads, `Operands.forgotten`.
+
+    heads: bool [B, H].
+    """
+    geo = geometry
+    rows = jnp.repeat(heads.reshape(-1, geo.group_heads), geo.head_dim, axis=1)
+    tiles = jnp.all(rows.reshape(-1, geo.tiles, TILE), axis=2)
+    bits = jnp.left_shift(jnp.int32(1), jnp.arange(geo.tiles, dtype=jnp.int32))
+    return jnp.sum(jnp.where(tiles, bits, 0), axis=1, dtype=jnp.int32)
 
 
 class _Call:

@@ -41,7 +41,7 @@ from pallas_kernels.rows import WARPGROUP, copy_rows, init_barriers, wait_rows
 
 class Chunk(NamedTuple):
     """Tiles of one group: its ticket, or the first tile's index in a share; its row's cursor; the first tile
-    in the row, and how many (0: no more chunks)."""
+    in the row, and how many (0: no more chunks); the group's bits of `Operands.forgotten`."""
 
     ticket: jax.Array
     row: jax.Array
@@ -49,6 +49,7 @@ class Chunk(NamedTuple):
     length: jax.Array
     within: jax.Array
     count: jax.Array
+    forgotten: jax.Array
 
 
 def chunk_tiles(tiles: int, least: int, share: int) -> int:
@@ -91,6 +92,7 @@ def stream_window(
     exact = fused and jnp.dtype(operands.new_keys.dtype) == jnp.dtype(operands.reader.dtype) == jnp.bfloat16
     compact = exact and recurrence.compact
     claims = counter is not None
+    forgets = operands.forgotten is not None
 
     def transforms(dtype: Any) -> tuple:
         return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
@@ -164,7 +166,10 @@ def stream_window(
         scalar_rings, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
         values_in, keys_in, *rest = rest
         scalars_in, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
-        reader_in, cursor_in, counts_in, *constants_in = rest
+        reader_in, cursor_in, counts_in, *rest = rest
+        constants_in, forgotten_in = rest[:has_constants], rest[has_constants:]
+        if forgets:
+            shared = shared[:-1]
         if fused:
             plain = ("values", "keys", "reader", "weights", "constants", "scale", "readers", "scalars")
             plain += ("row_scalars", "extra", "ticket", "rows_landed")
@@ -177,13 +182,17 @@ def stream_window(
         whole = jnp.maximum(counts_in[0] * groups - ctas, 0)
         fresh = pl.ds(ring, tokens)
 
+        def forgotten_of(row: jax.Array, within: jax.Array) -> jax.Array:
+            return forgotten_in[0][row * groups + lax.div(within, tiles)] if forgets else jnp.int32(0)
+
         def chunk_of(ticket: jax.Array) -> Chunk:
             small = ticket - whole
             first = jnp.where(small < 0, ticket * tiles, whole * tiles + small * span)
             count = jnp.where(first < total, jnp.where(small < 0, tiles, span), 0)
             at = jnp.minimum(lax.div(first, row_tiles), geo.batch - 1)
             row, start, length = (cursor_in[at, i] for i in range(3))
-            return Chunk(ticket, row, start, length, lax.rem(first, row_tiles), count)
+            within = lax.rem(first, row_tiles)
+            return Chunk(ticket, row, start, length, within, count, forgotten_of(row, within))
 
         begin, end = lax.div(cta * total, ctas), lax.div((cta + 1) * total, ctas)
 
@@ -192,7 +201,8 @@ def stream_window(
             count = jnp.maximum(jnp.minimum(end, (lax.div(first, tiles) + 1) * tiles) - first, 0)
             at = jnp.minimum(lax.div(first, row_tiles) - first_row, listed - 1)
             row, start, length = (smem.cursor[at, i] for i in range(3))
-            return Chunk(first, row, start, length, lax.rem(first, row_tiles), count)
+            within = lax.rem(first, row_tiles)
+            return Chunk(first, row, start, length, within, count, forgotten_of(row, within))
 
         def opening() -> Chunk:
             if claims:
@@ -233,9 +243,11 @@ def stream_window(
             within = chunk.within + offset
             block, tile = chunk.row * groups + lax.div(within, tiles), lax.rem(within, tiles)
             barrier, values = smem.tile_barrier.at[stage], smem.values.at[stage]
-            plgpu.copy_gmem_to_smem(
-                state_in.at[chunk.row * row_tiles + within], smem.state.at[stage], barrier
-            )
+            source = chunk.row * row_tiles + within
+            if forgets:
+                known = lax.bitwise_and(lax.shift_right_logical(chunk.forgotten, tile), 1) == 0
+                source = skip(known, source, geo.batch * row_tiles)
+            plgpu.copy_gmem_to_smem(state_in.at[source], smem.state.at[stage], barrier)
             if fused:
                 begin = lax.rem(chunk.start, jnp.int32(ring))
                 place, landed = (stage, block, tile), smem.rows_landed
@@ -502,6 +514,7 @@ def stream_window(
         operands.cursor,
         operands.counts,
         *([operands.constants] if has_constants else []),
+        *([operands.forgotten] if forgets else []),
         *([counter] if claims else []),
     ]
     kernel(*arguments)

@@ -136,22 +136,31 @@ def row_plan(method: DecodingConfig, fold: jax.Array, start: jax.Array, length: 
 
 
 def kernel_step(
-    recurrence: str, state: jax.Array, ring: Any, inputs: Any, reader: jax.Array, heads: Any, plan: Any
+    recurrence: str,
+    state: jax.Array,
+    ring: Any,
+    inputs: Any,
+    reader: jax.Array,
+    heads: Any,
+    plan: Any,
+    forgotten: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """One layer's step by the GPU kernels, in place: (outputs, checkpoint or state, ring).
 
-    Arguments as for `recur`; ring: without the new tokens, None for an eager step; plan: from `row_plan`.
+    Arguments as for `recur`; ring: without the new tokens, None for an eager step; plan: from `row_plan`;
+    forgotten: bool [B, H], heads whose checkpoint is taken for zero, None to read all.
     """
-    return _kernel_step(state, ring, inputs, reader, heads, plan, recurrence=recurrence)
+    return _kernel_step(state, ring, inputs, reader, heads, plan, forgotten, recurrence=recurrence)
 
 
-def _step(state, ring, inputs, reader, heads, plan, *, recurrence: str):
+def _step(state, ring, inputs, reader, heads, plan, forgotten, *, recurrence: str):
     kernels = importlib.import_module(KERNELS[recurrence])
     new = tuple(jax.tree.leaves(inputs))
     constants = jnp.stack(jax.tree.leaves(heads)) if jax.tree.leaves(heads) else None
     if ring is None:
         return *kernels.eager(state, new, reader, constants, plan=plan), None
-    outputs, state, slots = kernels.step(state, tuple(jax.tree.leaves(ring)), new, reader, constants, plan)
+    old = tuple(jax.tree.leaves(ring))
+    outputs, state, slots = kernels.step(state, old, new, reader, constants, plan, forgotten=forgotten)
     return outputs, state, jax.tree.unflatten(jax.tree.structure(ring), slots)
 
 

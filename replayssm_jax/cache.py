@@ -53,6 +53,20 @@ LayerSpec = RecurrentSpec | AttentionSpec | None
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Reach:
+    """How far a checkpoint reaches: what `forgotten` knows of its heads without reading it.
+
+    added: the largest row norm of what every token added to the state, token p in slot p mod R.
+    largest: a bound of the checkpoint's largest row norm. output: RMS of the head's output at the last flush.
+    """
+
+    added: Float[Array, "B R H"]
+    largest: Float[Array, "B H"]
+    output: Float[Array, "B H"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class RecurrentLayer:
     """One recurrent layer's buffers.
 
@@ -63,6 +77,7 @@ class RecurrentLayer:
     heads: per-head constants of the recurrence, copied from the model; the same for all rows.
     copy: the checkpoint in the format that outputs read; None where they read the checkpoint itself.
     index: of the layer in the model.
+    reach: of the checkpoint's heads, where reads are left out by bounds; else None.
     """
 
     checkpoint: Stored
@@ -72,6 +87,7 @@ class RecurrentLayer:
     recurrence: str = static()
     copy: Stored | None = None
     index: int = static(default=0)
+    reach: Reach | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -139,7 +155,7 @@ def _layer(spec: LayerSpec, heads, index: int, batch: int, max_length: int, repl
     if isinstance(spec, AttentionSpec):
         return empty_attention(spec, batch, max_length, dtype)
     shape = (batch, spec.heads, spec.head_dim, spec.d_state)
-    ring, copy, recurrence = None, None, "fp32"
+    ring, copy, reach, recurrence = None, None, None, "fp32"
     if isinstance(replay, ReplayConfig):
         recurrence = replay.recurrence
         copy = None if replay.read == recurrence else zeros(shape, replay.read)
@@ -152,6 +168,13 @@ def _layer(spec: LayerSpec, heads, index: int, batch: int, max_length: int, repl
             d_state=spec.d_state,
             dtype=dtype,
         )
+        if replay.skip_forgotten == "bounded":
+            known = (batch, spec.heads)
+            reach = Reach(
+                added=jnp.zeros((batch, ring_slots(replay), spec.heads), jnp.float32),
+                largest=jnp.zeros(known, jnp.float32),
+                output=jnp.zeros(known, jnp.float32),
+            )
     return RecurrentLayer(
         checkpoint=zeros(shape, recurrence),
         ring=ring,
@@ -160,6 +183,7 @@ def _layer(spec: LayerSpec, heads, index: int, batch: int, max_length: int, repl
         copy=copy,
         recurrence=spec.recurrence,
         index=index,
+        reach=reach,
     )
 
 
@@ -181,12 +205,14 @@ def init_cache(
     flush_at: int or [batch], 1..buffer_length; a smaller value makes a row's first window shorter. None:
     buffer_length. seed: base of the rows' seeds.
 
-    Raises ValueError for sizes below 1, flush_at out of range, or a backend that cannot serve the request.
+    Raises ValueError for sizes below 1, flush_at out of range, a backend that cannot serve the request, or
+    skip_forgotten with a recurrence that has no rule for it.
     """
     for name, value in (("batch", batch), ("max_length", max_length)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
     replay = resolve(_method(replay), specs, int(batch))
+    _check_skips(replay, specs)
     flush_at = jnp.asarray(_checked_flush_at(flush_at, batch, replay), jnp.int32)
     sizes = {"specs": specs, "batch": int(batch), "max_length": int(max_length), "replay": replay}
     return _empty(heads, flush_at, np.uint32(seed % 2**32), dtype=jnp.dtype(dtype), **sizes)
@@ -232,6 +258,16 @@ def _method(replay) -> DecodingConfig:
     return replay
 
 
+def _check_skips(replay: DecodingConfig, specs: tuple[LayerSpec, ...]) -> None:
+    if isinstance(replay, ReplayConfig) and replay.skip_forgotten != "off":
+        for spec in specs:
+            name = getattr(spec, "recurrence", None)
+            if name is not None and not hasattr(RECURRENCES[name], "log_decays"):
+                raise ValueError(
+                    f'skip_forgotten="{replay.skip_forgotten}" needs one decay a head, which {name} has not.'
+                )
+
+
 def _checked_flush_at(flush_at, batch: int, replay: DecodingConfig):
     if flush_at is None:
         return replay.buffer_length
@@ -266,7 +302,7 @@ def cache_bytes(
     parts = {
         "checkpoint": size([layer.checkpoint for layer in recurrent]),
         "copy": size([layer.copy for layer in recurrent]),
-        "ring": size([layer.ring for layer in recurrent]),
+        "ring": size([(layer.ring, layer.reach) for layer in recurrent]),
         "conv": size([layer.conv for layer in recurrent]),
         "kv": size(attention),
     }

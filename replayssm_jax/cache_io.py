@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.backend import device_refusal
-from replayssm_jax.cache import AttentionLayer, Cache, RecurrentLayer, check_usable
+from replayssm_jax.cache import AttentionLayer, Cache, Reach, RecurrentLayer, check_usable
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.precision import Scaled, Stored
 from replayssm_jax.recurrence import RECURRENCES
@@ -37,6 +37,8 @@ def _layer_arrays(layer) -> dict[str, Any]:
     arrays |= {f"heads.{name}": value for name, value in _fields(layer.heads).items()}
     if layer.ring is not None:
         arrays |= {f"ring.{name}": value for name, value in _fields(layer.ring).items()}
+    if layer.reach is not None:
+        arrays |= {f"reach.{name}": value for name, value in _fields(layer.reach).items()}
     return arrays
 
 
@@ -171,7 +173,7 @@ def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array], replay: D
         )
 
     recurrence = RECURRENCES[kind]
-    ring = part("ring.")
+    ring, reach = part("ring."), part("reach.")
     formats = (replay.recurrence, replay.read) if isinstance(replay, ReplayConfig) else ("fp32", "fp32")
     checkpoint, copy = map(stored, ("checkpoint", "copy"), formats)
     if checkpoint is None:
@@ -184,4 +186,5 @@ def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array], replay: D
         ring=recurrence.Inputs(**ring) if ring else None,
         heads=recurrence.Heads(**part("heads.")),
         recurrence=kind,
+        reach=Reach(**reach) if reach else None,
     )

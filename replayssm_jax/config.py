@@ -7,6 +7,7 @@ from replayssm_jax.precision import BITS, check_format
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
 ROUNDINGS = ("nearest", "stochastic")
+SKIPS = ("off", "exact", "bounded")
 PRECISIONS = tuple(
     (recurrence, read)
     for recurrence in BITS
@@ -35,8 +36,12 @@ class ReplayConfig:
         is one stored state that serves as both, for comparison.
     rounding: of the checkpoint, "nearest" or "stochastic" with the rows' seeds; a copy rounds to nearest.
 
-    Raises ValueError for sizes below 1, for buffer_length < window, for an unknown implementation, format or
-    rounding, and for formats that make no sense together.
+    skip_forgotten: leave out reads of the checkpoint of heads that have decayed so far since that it no
+        longer shows (see `forgotten`): "exact" where outputs and checkpoints keep their bits, "bounded" also
+        where what is lost is below 2^-9 (16-bit activations) or 2^-25 of the head's output.
+
+    Raises ValueError for sizes below 1, for buffer_length < window, for an unknown implementation, format,
+    rounding or way of skipping, and for formats that make no sense together.
     """
 
     buffer_length: int = 16
@@ -45,6 +50,7 @@ class ReplayConfig:
     recurrence: str = "fp32"
     read: str = "fp32"
     rounding: str = "nearest"
+    skip_forgotten: str = "off"
 
     def __post_init__(self):
         for name in ("buffer_length", "window"):
@@ -61,6 +67,10 @@ class ReplayConfig:
         check_format("read", self.read)
         if self.rounding not in ROUNDINGS:
             raise ValueError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}.')
+        if self.skip_forgotten not in SKIPS:
+            raise ValueError(
+                f'skip_forgotten must be "off", "exact" or "bounded", got {self.skip_forgotten!r}.'
+            )
         if (self.recurrence, self.read) not in PRECISIONS:
             raise ValueError(
                 f'read="{self.read}" makes no sense with recurrence="{self.recurrence}": a copy holds fewer '

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from replayssm_jax.cache import RecurrentLayer
+from replayssm_jax.forgotten import without
 from replayssm_jax.precision import decode, encode, format_of, row_random
 from replayssm_jax.sharding import HEADS
 
@@ -51,13 +52,23 @@ def folded(
     )
 
 
-def flush(recurrence: ModuleType, layer: RecurrentLayer, heads: Any, segment: "Segment") -> RecurrentLayer:
-    """The layer with `segment.fold` committed entries folded into its checkpoint; rows of 0 keep theirs."""
+def flush(
+    recurrence: ModuleType,
+    layer: RecurrentLayer,
+    heads: Any,
+    segment: "Segment",
+    gone: Bool[Array, "B H"] | None = None,
+) -> RecurrentLayer:
+    """The layer with `segment.fold` committed entries folded into its checkpoint; rows of 0 keep theirs.
+
+    gone: heads whose old checkpoint is left out, in rows that fold.
+    """
 
     def fold(checkpoint: Any, copy: Any) -> tuple[Any, Any]:
-        state = recurrence.fold(
-            decode(checkpoint), layer.ring, heads, segment.position - segment.fold, segment.fold
-        )
+        state = decode(checkpoint)
+        if gone is not None:
+            state = without(state, gone)
+        state = recurrence.fold(state, layer.ring, heads, segment.position - segment.fold, segment.fold)
         before = replace(layer, checkpoint=checkpoint, copy=copy)
         after = rewrite(before, state, segment.fold > 0, segment.start, segment)
         return after.checkpoint, after.copy

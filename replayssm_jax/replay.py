@@ -21,6 +21,7 @@ from replayssm_jax.backend import kernel_step, row_plan
 from replayssm_jax.cache import Cache, RecurrentLayer, check_usable, static
 from replayssm_jax.config import EagerConfig, ReplayConfig
 from replayssm_jax.flush import flush, folded, read_source, rewrite
+from replayssm_jax.forgotten import forgotten, heard, prefilled, without
 from replayssm_jax.precision import decode
 from replayssm_jax.sharding import in_place, split_recurrence, split_rows
 
@@ -38,6 +39,7 @@ class Segment:
     plan: the row plan of the GPU kernels in steps that they serve; in eager steps it lists every row.
     mesh: devices that share the rows and heads; each then has a plan of its own rows.
     seed: the rows' seeds where a rewritten checkpoint is rounded stochastically, else None.
+    skips: leave out the reads of heads that have forgotten their checkpoint.
     """
 
     position: Int32[Array, " B"]
@@ -50,6 +52,7 @@ class Segment:
     tokens: int = static()
     mesh: Mesh | None = static(default=None)
     seed: UInt32[Array, " B"] | None = None
+    skips: bool = static(default=False)
 
     @property
     def positions(self) -> Int32[Array, "B T"]:
@@ -129,6 +132,7 @@ def step_segment(cache: Cache, tokens: int, active: Bool[Array, " B"] | None = N
         tokens=tokens,
         mesh=cache.mesh,
         seed=_rounding_seed(cache),
+        skips=isinstance(cache.replay, ReplayConfig) and cache.replay.skip_forgotten != "off",
     )
 
 
@@ -165,22 +169,31 @@ def _recur(
         state = folded(recurrence, layer, heads, segment)
         outputs, state = recurrence.prefill(state, inputs, reader, heads, segment.lengths)
         position = segment.position + segment.lengths
-        return outputs, rewrite(layer, state, segment.lengths > 0, position, segment)
+        layer = rewrite(layer, state, segment.lengths > 0, position, segment)
+        return outputs, replace(layer, reach=prefilled(layer, outputs, segment))
     if layer.ring is None:
         inputs = recurrence.neutralize(inputs, segment.valid)
+    by_fold = by_reads = gone = None
+    if segment.skips:
+        by_fold, by_reads, reach = forgotten(recurrence, layer, inputs, reader, heads, segment)
+        gone = jnp.where(segment.fold[:, None] > 0, by_fold, by_reads)
+        layer = replace(layer, reach=reach)
     if segment.plan is not None:
         outputs, checkpoint, ring = kernel_step(
-            layer.recurrence, decode(layer.checkpoint), layer.ring, inputs, reader, heads, segment.plan
+            layer.recurrence, decode(layer.checkpoint), layer.ring, inputs, reader, heads, segment.plan, gone
         )
-        return outputs, replace(layer, checkpoint=checkpoint, ring=ring)
+        layer = replace(layer, checkpoint=checkpoint, ring=ring)
+        return outputs, replace(layer, reach=heard(layer.reach, outputs, segment))
     if layer.ring is None:
         outputs, state = recurrence.eager_step(layer.checkpoint, inputs, reader, heads)
         return outputs, replace(layer, checkpoint=state)
-    layer = flush(recurrence, layer, heads, segment)
+    layer = flush(recurrence, layer, heads, segment, by_fold)
     ring = append(layer.ring, inputs, segment.position)
     state = read_source(layer, segment.fold > 0)
+    if by_reads is not None:
+        state = without(state, by_reads)
     outputs = recurrence.window(state, ring, reader, heads, segment.start, segment.length)
-    return outputs, replace(layer, ring=ring)
+    return outputs, replace(layer, ring=ring, reach=heard(layer.reach, outputs, segment))
 
 
 def _zero_state(inputs: Any, reader: Float[Array, "B G T K"]) -> Float[Array, "B H V K"]:

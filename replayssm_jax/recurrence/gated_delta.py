@@ -14,6 +14,7 @@ from replayssm_jax.recurrence.layout import (
     by_token,
     einsum,
     heads_first,
+    largest_products,
     per_head,
     read_state,
     values_by_head,
@@ -233,3 +234,13 @@ def fold(
 ) -> Float32[Array, "B H V K"]:
     """Returns the checkpoint moved over `length` tokens from `start`; a row of length 0 keeps its bits."""
     return fold_rows(_absorb, checkpoint, ring, start, length)
+
+
+def log_decays(inputs: Inputs, heads: Heads) -> Float32[Array, "B T H"]:
+    """Returns the log decay of every token."""
+    return inputs.log_decay
+
+
+def largest_rows(inputs: Inputs) -> Float32[Array, "B T H"]:
+    """Returns a bound of the largest row norm of what every token adds to the decayed, projected state."""
+    return inputs.beta * largest_products(inputs.v, inputs.k, inputs.beta.shape[2])

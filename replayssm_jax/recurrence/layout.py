@@ -77,3 +77,12 @@ def add_products(
 ) -> Float32[Array, "B H V K"]:
     """Returns the decayed state plus the sum over tokens of value key^T."""
     return decayed + einsum("bhtv,bhtk->bhvk", values, keys)
+
+
+def largest_products(
+    values: Float[Array, "B G T MV"], keys: Float[Array, "B G T K"], heads: int
+) -> Float32[Array, "B T H"]:
+    """Returns the largest row norm of value key^T: the largest absolute value times the key's norm."""
+    by_head = values_by_head(values, values.shape[1] * values.shape[3] // heads)
+    norm = per_head(jnp.linalg.norm(keys.astype(jnp.float32), axis=-1), heads)
+    return jnp.moveaxis(jnp.max(jnp.abs(by_head), axis=-1) * norm, 1, 2)

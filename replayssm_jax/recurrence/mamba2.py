@@ -12,6 +12,7 @@ from replayssm_jax.recurrence.layout import (
     by_token,
     einsum,
     heads_first,
+    largest_products,
     per_head,
     read_state,
     values_by_head,
@@ -190,3 +191,13 @@ def fold(
 ) -> Float32[Array, "B H V K"]:
     """Returns the checkpoint moved over `length` tokens from `start`; a row of length 0 keeps its bits."""
     return fold_rows(functools.partial(_absorb, heads), checkpoint, ring, start, length)
+
+
+def log_decays(inputs: Inputs, heads: Heads) -> Float32[Array, "B T H"]:
+    """Returns the log decay of every token."""
+    return inputs.dt * heads.a.astype(jnp.float32)[None, None, :]
+
+
+def largest_rows(inputs: Inputs) -> Float32[Array, "B T H"]:
+    """Returns the largest row norm of what every token adds to the state."""
+    return inputs.dt * largest_products(inputs.x, inputs.b, inputs.dt.shape[2])

@@ -1,0 +1,285 @@
+"""How often a head has forgotten its checkpoint: the reads and writes that claim C15 could save.
+
+A step n tokens after the checkpoint S reads it as total * S z, total = exp(sum of n log decays) and z the
+reader. Counted for every (row, head) and the steps 2..L of a cycle, whose reads are not part of a flush:
+
+- `exact`: total is 0 in float32 (below 2^-126, where the device's exponential is 0);
+- `float32`, `bfloat16`: total * (largest row norm of S) * |z| < 2^-25, or 2^-9, times the RMS of the
+  head's output at the step that flushed. For the delta rule the decays bound the read just so, since every
+  token's projection I - beta k k^T with |k| <= 1 and 0 <= beta <= 1 shortens what it is applied to;
+- `ideal_*`: the same with the term itself in place of its bound and the output of the step in place of the
+  last flush's: what no rule can exceed.
+
+Writes: `write_exact`, and `write_bounded` where total * |old row| < 2^-25 |new row| holds for every row.
+`error_*` is what the outputs of all steps lose by the skipped reads, RMS over RMS; `worst_*` the same of the
+worst single skipped read.
+
+`trained`: the embedded checkpoints over held-out text (the `test` files of bench.embedded_text), 64-token
+warm-up left out. `initialised`: layers of published sizes with random inputs, whose decay parameters are
+drawn as the families' code draws them (INITIALISATIONS).
+
+    python -m bench.embedded_text --out .data
+    python -m bench.forgotten_heads --data .data --commit HASH
+"""
+
+import argparse
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+import replayssm_jax as rs
+from bench import result_file
+from bench.e2e_models import PUBLISHED
+from bench.shapes import SHAPES, Shape
+from models.base import HybridModel
+from replayssm_jax.cache import Cache, RecurrentLayer, static
+from replayssm_jax.recurrence import RECURRENCES, gated_delta, mamba2
+from replayssm_jax.recurrence.layout import heads_first, per_head
+from replayssm_jax.recurrence.segment import prefix_sum
+from replayssm_jax.replay import Segment, prefill_core
+
+NAMES = ("tiny-nemotron-h", "tiny-qwen3.5")
+TEXTS = ("play", "code")
+THRESHOLDS = {"float32": 2.0**-25, "bfloat16": 2.0**-9}
+WARM_UP = 64
+# Draws of A and of softplus(dt_bias) (or, for one, of dt_bias itself), and whose code draws so.
+INITIALISATIONS = {
+    ("mamba2", "A = 1..H, dt in 0.001..0.1 (transformers)"): ("count", "step"),
+    ("mamba2", "A in 1..16, dt in 0.001..0.1 (mamba-ssm, Megatron)"): ("uniform", "step"),
+    ("gated_delta", "A in 0..16, dt_bias = 1 (transformers)"): ("uniform0", "one"),
+    ("gated_delta", "A in 0..16, dt in 0.001..0.1 (flash-linear-attention)"): ("uniform0", "step"),
+}
+
+
+def measure(
+    recurrence: ModuleType, state: Array, inputs: Any, reader: Array, heads: Any
+) -> tuple[Float32[Array, "B L H V"], Float32[Array, "B H V K"], dict[str, Array]]:
+    """One cycle of L tokens from the checkpoint `state`: outputs, the next checkpoint, counts of every
+    head."""
+    lengths = jnp.full((reader.shape[0],), reader.shape[2], jnp.int32)
+    outputs, new = recurrence.prefill(state, inputs, reader, heads, lengths)
+    # Without values nothing is added: what comes out is read from the checkpoint.
+    names = ("x",) if recurrence is mamba2 else ("v",)
+    silent = replace(inputs, **{name: jnp.zeros_like(getattr(inputs, name)) for name in names})
+    carried, _ = recurrence.prefill(state, silent, reader, heads, lengths)
+
+    def size(values: Array) -> Float32[Array, "B H L"]:
+        return jnp.moveaxis(jnp.sqrt(jnp.mean(jnp.square(values), axis=-1)), 1, 2)
+
+    decays = prefix_sum(heads_first(log_decays(recurrence, inputs, heads)))
+    total = jnp.where(decays < math.log(2.0**-126), 0.0, jnp.exp(decays))
+    old_rows, new_rows = (jnp.linalg.norm(rows, axis=-1) for rows in (state, new))
+    norm = per_head(jnp.linalg.norm(reader.astype(jnp.float32), axis=-1), state.shape[1])
+    bound = total * old_rows.max(axis=-1)[..., None] * norm
+    output, term = size(outputs), size(carried)
+    reference = output[:, :, :1]
+    skipped = {"exact": total == 0.0}
+    for name, threshold in THRESHOLDS.items():
+        skipped[name] = bound < threshold * reference
+        skipped[f"ideal_{name}"] = term < threshold * output
+    counts = {"log_decay": decays[:, :, -1] / decays.shape[-1], "squares": jnp.sum(output**2, axis=-1)}
+    for name, where in skipped.items():
+        counts[name] = jnp.mean(where[..., 1:], axis=-1, dtype=jnp.float32)
+        lost = jnp.where(where, term, 0.0)[..., 1:]
+        counts[f"lost_{name}"] = jnp.sum(lost**2, axis=-1)
+        counts[f"worst_{name}"] = jnp.max(lost / jnp.maximum(output[..., 1:], 1e-30), axis=-1)
+    forgotten = total[:, :, -1:] * old_rows < THRESHOLDS["float32"] * new_rows
+    counts["write_exact"] = (total[:, :, -1] == 0.0).astype(jnp.float32)
+    counts["write_bounded"] = jnp.all(forgotten, axis=-1).astype(jnp.float32)
+    return outputs, new, counts
+
+
+def log_decays(recurrence: ModuleType, inputs: Any, heads: Any) -> Float32[Array, "B L H"]:
+    """Log decay of every token and head."""
+    return inputs.dt * heads.a.reshape(1, 1, -1) if recurrence is mamba2 else inputs.log_decay
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """A recurrent layer that takes a cycle of tokens at a time and keeps the counts of the last one."""
+
+    state: Float32[Array, "B H V K"]
+    conv: Float[Array, "B W C"]
+    heads: Any
+    counts: dict[str, Array]
+    recurrence: str = static()
+
+    def recur(self, recurrence: ModuleType, inputs: Any, reader: Array, heads: Any, segment: Segment):
+        """Outputs of the segment, and the layer after it."""
+        outputs, state, counts = measure(recurrence, self.state, inputs, reader, heads)
+        return outputs, replace(self, state=state, counts=counts)
+
+
+def measured_cache(model: HybridModel, batch: int, max_length: int) -> Cache:
+    """An empty cache whose recurrent layers are measured; it has no counts before the first cycle."""
+    cache = model.init_cache(batch, max_length, None)
+
+    def layer(eager: Any) -> Any:
+        if not isinstance(eager, RecurrentLayer):
+            return eager
+        state = jnp.zeros(eager.checkpoint.shape, jnp.float32)
+        return MeasuredLayer(state, eager.conv, eager.heads, {}, eager.recurrence)
+
+    return replace(cache, layers=tuple(map(layer, cache.layers)))
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def text_cycles(model: HybridModel, tokens: Int32[Array, "B S"], length: int) -> list[dict[str, Array]]:
+    """Counts [cycles, B, H] of each recurrent layer over the tokens, in cycles of `length`."""
+    batch, total = tokens.shape
+    lengths = jnp.full((batch,), length, jnp.int32)
+
+    def counts_of(cache: Cache) -> list[dict[str, Array]]:
+        return [layer.counts for layer in cache.layers if isinstance(layer, MeasuredLayer)]
+
+    def forget(cache: Cache) -> Cache:
+        bare = (replace(x, counts={}) if isinstance(x, MeasuredLayer) else x for x in cache.layers)
+        return replace(cache, layers=tuple(bare))
+
+    def cycle(cache: Cache, chunk: Array) -> tuple[Cache, list[dict[str, Array]]]:
+        _, _, cache = prefill_core(model, chunk, lengths, cache)
+        return forget(cache), counts_of(cache)
+
+    chunks = jnp.moveaxis(tokens.reshape(batch, total // length, length), 1, 0)
+    return jax.lax.scan(cycle, measured_cache(model, batch, total), chunks)[1]
+
+
+def initial_cycles(shape: Shape, hidden: int, draws: tuple[str, str], length: int) -> dict[str, Array]:
+    """Counts [cycles, B, H] of one layer with random inputs and freshly drawn decay parameters."""
+    rows, cycles = 2, WARM_UP // length + 4
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+    heads = shape.heads
+
+    def normal(*sizes: int) -> Array:
+        return jax.random.normal(next(keys), sizes)
+
+    if draws[0] == "count":
+        rate = jnp.arange(1.0, heads + 1.0)
+    else:
+        rate = jax.random.uniform(next(keys), (heads,), minval=float(draws[0] == "uniform"), maxval=16.0)
+    step = jnp.exp(jax.random.uniform(next(keys), (heads,), minval=math.log(1e-3), maxval=math.log(0.1)))
+    bias = jnp.ones((heads,)) if draws[1] == "one" else step + jnp.log(-jnp.expm1(-step))
+    recurrence = RECURRENCES[shape.recurrence]
+    constants = mamba2.Heads(a=-rate, d=jnp.ones((heads,))) if recurrence is mamba2 else gated_delta.Heads()
+    tokens, wide = cycles * length, heads // shape.groups * shape.head_dim
+    # Projections have a standard deviation of 0.02 and take hidden values of RMS 1.
+    spread = 0.02 * hidden**0.5
+    dt = jax.nn.softplus(spread * normal(rows, tokens, heads) + bias)
+    values = jax.nn.silu(normal(rows, shape.groups, tokens, wide))
+    keys_, reader = (jax.nn.silu(normal(rows, shape.groups, tokens, shape.d_state)) for _ in range(2))
+    if recurrence is mamba2:
+        inputs = mamba2.Inputs(x=values, b=keys_, dt=dt)
+    else:
+        keys_, reader = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (keys_, reader))
+        reader = reader * shape.d_state**-0.5
+        beta = jax.nn.sigmoid(spread * normal(rows, tokens, heads))
+        inputs = gated_delta.Inputs(v=values, k=keys_, log_decay=-rate * dt, beta=beta)
+
+    def cycle(state: Array, part: tuple) -> tuple[Array, dict[str, Array]]:
+        _, state, counts = measure(recurrence, state, *part, constants)
+        return state, counts
+
+    def split(field: Array) -> Array:
+        axis = field.ndim - 2
+        sizes = (*field.shape[:axis], cycles, length, *field.shape[axis + 1 :])
+        return jnp.moveaxis(field.reshape(sizes), axis, 0)
+
+    state = jnp.zeros((rows, heads, shape.head_dim, shape.d_state), jnp.float32)
+    return jax.jit(jax.lax.scan, static_argnums=0)(cycle, state, jax.tree.map(split, (inputs, reader)))[1]
+
+
+def summary(layers: list[dict[str, Array]], length: int) -> dict:
+    """Means over rows, cycles and heads of all layers, those of the warm-up left out."""
+    first = WARM_UP // length
+    parts = [{name: np.asarray(values)[first:] for name, values in layer.items()} for layer in layers]
+    joined = {name: np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]}
+    quantiles = np.percentile(joined["log_decay"], [1, 10, 50, 90, 99])
+    record: dict = {"log_decay": [float(f"{value:.3g}") for value in quantiles]}
+    rules = ("exact", *THRESHOLDS, *(f"ideal_{name}" for name in THRESHOLDS))
+    for name in (*rules, "write_exact", "write_bounded"):
+        record[name] = round(float(joined[name].mean()), 5)
+    for name in ("exact", *THRESHOLDS):
+        record[f"error_{name}"] = float(
+            f"{(joined[f'lost_{name}'].sum() / joined['squares'].sum()) ** 0.5:.2g}"
+        )
+        record[f"worst_{name}"] = float(f"{joined[f'worst_{name}'].max():.2g}")
+    record["by_layer"] = [round(float(part["float32"].mean()), 4) for part in parts]
+    # A head counts where it can skip more than half of its reads.
+    record["heads_mostly"] = round(float((joined["float32"].mean(axis=(0, 1)) > 0.5).mean()), 4)
+    return record
+
+
+def trained(data: Path, length: int, rows: int, tokens: int) -> Iterator[dict]:
+    """Records of the embedded checkpoints."""
+    for name in NAMES:
+        model = rs.load(name, dtype=jnp.float32, mtp=False).model
+        for text in TEXTS:
+            stream = np.load(data / f"test_{text}.npy")
+            start = np.linspace(0, stream.size - tokens, rows).astype(int)
+            batch = np.stack([stream[first : first + tokens] for first in start]).astype(np.int32)
+            with jax.default_matmul_precision("highest"):
+                layers = text_cycles(model, jnp.asarray(batch), length)
+            head = {"source": "trained", "model": name, "text": text, "buffer_length": length}
+            yield head | summary(layers, length)
+
+
+def initialised(names: list[str], length: int) -> Iterator[dict]:
+    """Records of layers of published sizes as they are before training."""
+    for name in names:
+        shape, hidden = SHAPES[name], PUBLISHED[name]["hidden_size"]
+        for (recurrence, words), draws in INITIALISATIONS.items():
+            if recurrence == shape.recurrence:
+                counts = initial_cycles(shape, hidden, draws, length)
+                head = {"source": "initialised", "model": name, "drawn": words, "buffer_length": length}
+                yield head | summary([counts], length)
+
+
+def line(record: dict) -> str:
+    """A record as a line of text."""
+    where = record.get("text") or record["drawn"]
+    shares = " ".join(f"{100 * record[name]:6.2f}" for name in ("exact", *THRESHOLDS))
+    ideal = " ".join(f"{100 * record[f'ideal_{name}']:6.2f}" for name in THRESHOLDS)
+    writes = " ".join(f"{100 * record[f'write_{name}']:6.2f}" for name in ("exact", "bounded"))
+    return (
+        f"{record['model']:16}{where[:44]:45}{record['buffer_length']:3}  reads {shares}  ideal {ideal}  "
+        f"writes {writes}  error {record['error_float32']:.1e} {record['error_bfloat16']:.1e}"
+    )
+
+
+def main() -> None:
+    """Command line; prints a line a record (shares in percent) and writes the result file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder that bench.embedded_text wrote")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16, 32], help="buffer lengths")
+    parser.add_argument("--shapes", nargs="+", default=["nano-4b", "super", "qwen3.5-4b", "q122"])
+    parser.add_argument("--rows", type=int, default=8, help="places in the text")
+    parser.add_argument("--tokens", type=int, default=1024, help="of each")
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path, default=result_file.RESULTS / "forgotten_heads.json")
+    options = parser.parse_args()
+    result = result_file.head("bench.forgotten_heads", options.commit) | {"records": []}
+    for length in options.lengths:
+        for records in (
+            trained(options.data, length, options.rows, options.tokens),
+            initialised(options.shapes, length),
+        ):
+            for record in records:
+                print(line(record), flush=True)
+                result["records"].append(record)
+    result_file.write(result, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Heads that have forgotten their checkpoint: reads of it and folds of it that can be left out.
+
+A step n tokens after the checkpoint S reads it as total * S z, where total is the product of n decays. Where
+that can no longer be seen in the output, the read is left out; where it can no longer be seen in the next
+checkpoint, a flush writes what the ring holds and nothing else.
+
+"exact": total is 0 in float32, so outputs and checkpoints keep their bits. "bounded": also where
+total * |largest row of S| * |z| is below 2^-9 (16-bit activations) or 2^-25 times the RMS of the head's
+output at the last flush, and, for a flush, where total * |largest row| is below 2^-25 of the next
+checkpoint's. Largest rows are bounds: the decayed old one plus what every token added, so that no state is
+read for them. For the delta rule the product of decays bounds what is read just so: the projections
+I - beta k k^T of the tokens (|k| = 1, 0 <= beta <= 1) shorten what they are applied to.
+"""
+
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from replayssm_jax.cache import Reach, RecurrentLayer
+from replayssm_jax.precision import decode
+from replayssm_jax.recurrence.layout import heads_first, per_head
+from replayssm_jax.recurrence.segment import in_age_order, suffix_sum
+
+if TYPE_CHECKING:
+    from replayssm_jax.replay import Segment
+
+# exp of less is below 2^-150: 0 in float32, subnormal numbers included.
+LOG_ZERO = -104.0
+# Of the RMS of a head's output, by bytes of an activation.
+LEAST_READ = {2: 2.0**-9, 4: 2.0**-25}
+# Of the largest row of the next checkpoint.
+LEAST_FOLD = 2.0**-25
+
+
+def forgotten(
+    recurrence: ModuleType,
+    layer: RecurrentLayer,
+    inputs: Any,
+    reader: Float[Array, "B G T K"],
+    heads: Any,
+    segment: "Segment",
+) -> tuple[Bool[Array, "B H"], Bool[Array, "B H"], Reach | None]:
+    """Which heads a step can do without, from what is known before it.
+
+    layer: before the flush. inputs, reader: of the step's tokens.
+    Returns heads whose checkpoint adds nothing when `segment.fold` entries are folded (False in rows without
+    any), heads whose checkpoint, after that flush, shows in no output of the step, and what is then known of
+    it.
+    """
+    decays = recurrence.log_decays(layer.ring, heads)
+    first = recurrence.log_decays(inputs, heads)[:, 0]
+    folded = in_age_order(decays, segment.start - segment.fold, segment.fold)
+    fold_total = jnp.sum(folded, axis=1)
+    read_total = jnp.sum(in_age_order(decays, segment.start, segment.length), axis=1) + first
+    by_fold, by_reads = fold_total < LOG_ZERO, read_total < LOG_ZERO
+    reach = layer.reach
+    if reach is None:
+        return by_fold, by_reads, None
+    added = in_age_order(reach.added, segment.start - segment.fold, segment.fold)
+    kept = jnp.exp(fold_total) * reach.largest
+    largest = kept + jnp.sum(jnp.exp(suffix_sum(heads_first(folded))) * heads_first(added), axis=-1)
+    flushes = segment.fold[:, None] > 0
+    by_fold |= flushes & (kept < LEAST_FOLD * largest)
+    reach = Reach(added=_appended(recurrence, reach, inputs, segment), largest=largest, output=reach.output)
+    longest = jnp.max(jnp.linalg.norm(reader.astype(jnp.float32), axis=-1), axis=-1, keepdims=True)
+    shown = jnp.exp(read_total) * largest * per_head(longest, largest.shape[1])[:, :, 0]
+    by_reads |= shown < LEAST_READ[reader.dtype.itemsize] * reach.output
+    return by_fold, by_reads, reach
+
+
+def _appended(
+    recurrence: ModuleType, reach: Reach, inputs: Any, segment: "Segment"
+) -> Float32[Array, "B R H"]:
+    added = recurrence.largest_rows(inputs)
+    index = segment.positions % reach.added.shape[1]
+    rows = jnp.arange(added.shape[0], dtype=jnp.int32)[:, None]
+    return reach.added.at[rows, index].set(added, unique_indices=True)
+
+
+def without(state: Float32[Array, "B H V K"], gone: Bool[Array, "B H"]) -> Float32[Array, "B H V K"]:
+    """The state with zeros in the heads that are `gone`."""
+    return jnp.where(gone[:, :, None, None], 0.0, state)
+
+
+def heard(reach: Reach | None, outputs: Float[Array, "B T H V"], segment: "Segment") -> Reach | None:
+    """What is known after a step: rows that flushed keep the RMS of their first output."""
+    if reach is None:
+        return None
+    flushed = segment.fold[:, None] > 0
+    return replace(reach, output=jnp.where(flushed, _size(outputs[:, 0]), reach.output))
+
+
+def prefilled(layer: RecurrentLayer, outputs: Float[Array, "B T H V"], segment: "Segment") -> Reach | None:
+    """What is known after a prefill; rows without tokens keep what they had."""
+    if layer.reach is None:
+        return None
+    given = segment.lengths[:, None] > 0
+    last = jnp.maximum(segment.lengths - 1, 0)[:, None, None, None]
+    size = _size(jnp.take_along_axis(outputs, last, axis=1)[:, 0])
+    largest = jnp.max(jnp.linalg.norm(decode(layer.checkpoint), axis=-1), axis=-1)
+    return Reach(
+        added=layer.reach.added,
+        largest=jnp.where(given, largest, layer.reach.largest),
+        output=jnp.where(given, size, layer.reach.output),
+    )
+
+
+def _size(output: Float[Array, "B H V"]) -> Float32[Array, "B H"]:
+    return jnp.sqrt(jnp.mean(jnp.square(output.astype(jnp.float32)), axis=-1))
