@@ -42,6 +42,7 @@ from bench.e2e_models import PUBLISHED
 from bench.shapes import SHAPES, Shape
 from models.base import HybridModel
 from replayssm_jax.cache import Cache, RecurrentLayer, static
+from replayssm_jax.precision import decode
 from replayssm_jax.recurrence import RECURRENCES, gated_delta, mamba2
 from replayssm_jax.recurrence.layout import heads_first, per_head
 from replayssm_jax.recurrence.segment import prefix_sum
@@ -127,7 +128,7 @@ def measured_cache(model: HybridModel, batch: int, max_length: int) -> Cache:
     def layer(eager: Any) -> Any:
         if not isinstance(eager, RecurrentLayer):
             return eager
-        state = jnp.zeros(eager.checkpoint.shape, jnp.float32)
+        state = jnp.zeros_like(decode(eager.checkpoint))
         return MeasuredLayer(state, eager.conv, eager.heads, {}, eager.recurrence)
 
     return replace(cache, layers=tuple(map(layer, cache.layers)))
@@ -186,7 +187,8 @@ def initial_cycles(shape: Shape, hidden: int, draws: tuple[str, str], length: in
         inputs = gated_delta.Inputs(v=values, k=keys_, log_decay=-rate * dt, beta=beta)
 
     def cycle(state: Array, part: tuple) -> tuple[Array, dict[str, Array]]:
-        _, state, counts = measure(recurrence, state, *part, constants)
+        tokens, readers = part
+        _, state, counts = measure(recurrence, state, tokens, readers, constants)
         return state, counts
 
     def split(field: Array) -> Array:
@@ -195,7 +197,8 @@ def initial_cycles(shape: Shape, hidden: int, draws: tuple[str, str], length: in
         return jnp.moveaxis(field.reshape(sizes), axis, 0)
 
     state = jnp.zeros((rows, heads, shape.head_dim, shape.d_state), jnp.float32)
-    return jax.jit(jax.lax.scan, static_argnums=0)(cycle, state, jax.tree.map(split, (inputs, reader)))[1]
+    run = jax.jit(lambda state, parts: jax.lax.scan(cycle, state, parts)[1])
+    return run(state, jax.tree.map(split, (inputs, reader)))
 
 
 def summary(layers: list[dict[str, Array]], length: int) -> dict:
