@@ -276,7 +276,9 @@ def flush_work(
         scalar_rings, rest = rest[: rule.scalars], rest[rule.scalars :]
         values_in, keys_in, *rest = rest
         scalars_in, rest = rest[: rule.scalars], rest[rule.scalars :]
-        reader_in, cursor_in, counts_in, *constants_in = rest
+        reader_in, cursor_in, counts_in, *rest = rest
+        has_constants = operands.constants is not None
+        constants_in, forgotten_in = rest[:has_constants], rest[has_constants:]
         smem = types.SimpleNamespace(**buffers)
         if fused:
             pin_plain(plgpu, jax.tree.leaves([buffers[name] for name in plain]))
@@ -306,7 +308,12 @@ def flush_work(
 
         def issue_tile(index: jax.Array) -> None:
             row, _, _, group, part, _, _ = locate(index)
-            place = (row * groups + group) * tiles + part
+            block = row * groups + group
+            place = block * tiles + part
+            if operands.forgotten is not None and interpret is None:
+                # Copies from beyond the end write zeros and read nothing.
+                gone = lax.bitwise_and(lax.shift_right_logical(forgotten_in[0][block], part), 1) == 1
+                place = jnp.where(gone, geo.batch * row_tiles, place)
             plgpu.copy_gmem_to_smem(state.at[place], tile, tile_landed)
 
         def issue_tokens(index: jax.Array, stage: Any) -> None:
@@ -467,6 +474,7 @@ def flush_work(
         operands.cursor,
         operands.counts,
         *([] if operands.constants is None else [operands.constants]),
+        *([] if operands.forgotten is None else [operands.forgotten]),
     ]
     return scratch, serve, arguments
 

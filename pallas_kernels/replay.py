@@ -23,6 +23,7 @@ from pallas_kernels.pipeline import TILE, Geometry, Operands, Recurrence
 from pallas_kernels.window import stream_window
 
 Ring = tuple[jax.Array, ...]
+WORD = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +125,12 @@ class Kernels:
         Returns outputs [B, T, H, V], checkpoint and ring. Outputs of a flushing row come from its checkpoint
         as stored; a flush of length 0 and a row that does not flush keep their checkpoint bit for bit. The
         new tokens lie in the ring at positions start + length .. start + length + T - 1. The cursors are the
-        caller's to move.
+        caller's to move. forgotten: bool [B, H], heads whose checkpoint adds so little to the outputs, or to
+        the checkpoint of a flushing row, that it may be taken for zero: tiles of such heads are not read, in
+        groups of up to 32 tiles.
         """
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype, writes_state=True)
-        if forgotten is not None:
+        if forgotten is not None and call.geometry.tiles <= WORD:
             call.operands["forgotten"] = forgotten_tiles(forgotten, call.geometry)
         parameters = call.parameters(parameters, self.name)
         alone = parameters.beside > 0 and checkpoint.shape[0] <= launch.ONE_LAUNCH_ROWS
@@ -143,7 +146,7 @@ class Kernels:
 
 
 def forgotten_tiles(heads: jax.Array, geometry: Geometry) -> jax.Array:
-    """Bits of the tiles all of whose rows belong to forgotten heads, `Operands.forgotten`.
+    """`Operands.forgotten`, int32 [B*G]: bits of the tiles all of whose rows belong to heads that are set.
 
     heads: bool [B, H].
     """

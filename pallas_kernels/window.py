@@ -168,8 +168,6 @@ def stream_window(
         scalars_in, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
         reader_in, cursor_in, counts_in, *rest = rest
         constants_in, forgotten_in = rest[:has_constants], rest[has_constants:]
-        if forgets:
-            shared = shared[:-1]
         if fused:
             plain = ("values", "keys", "reader", "weights", "constants", "scale", "readers", "scalars")
             plain += ("row_scalars", "extra", "ticket", "rows_landed")

@@ -66,6 +66,26 @@ def test_step_with_other_inputs(name, activation):
     check_step(draw(name, 1, activation=activation), [True, False, True, False])
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("super", 1), ("q122", 1), ("nano-4b", 2), ("qwen3.5-4b", 4)])
+def test_forgotten_heads_are_taken_for_zero(name, tokens):
+    case = draw(name, tokens, batch=8)
+    groups, heads = case.shape.groups, case.shape.heads
+    # Whole groups, as a tile of heads of 80 rows is read for its neighbour's sake.
+    gone = jax.random.bernoulli(jax.random.key(2), 0.5, (8, groups))
+    gone = jnp.repeat(gone, heads // groups, axis=1)
+    flush = np.arange(8) % 4 == 0
+    plan = launch.plan(jnp.asarray(flush), case.start, case.length)
+    checkpoint, *others = case.arguments()[:5]
+    zeroed = jnp.where(gone[:, :, None, None], 0.0, checkpoint)
+    step = jax.jit(case.kernels.step)
+    wanted, folded, _ = step(zeroed, *others, plan)
+    outputs, after, _ = step(checkpoint, *others, plan, forgotten=gone)
+    np.testing.assert_array_equal(outputs, wanted)
+    rewritten = flush & (np.asarray(case.length) > 0)
+    np.testing.assert_array_equal(after[rewritten], folded[rewritten])
+    np.testing.assert_array_equal(after[~rewritten], checkpoint[~rewritten])
+
+
 @pytest.mark.parametrize(("state", "bound"), [(jnp.bfloat16, 4e-3), (jnp.float16, 5e-4)])
 @pytest.mark.parametrize("name", ["super", "q122"])
 def test_step_with_a_half_width_state(name, state, bound):
