@@ -104,7 +104,7 @@ class MTPDrafter(Drafter):
         trunk = jnp.take_along_axis(trunk, source[:, :, None], axis=1)
         given = lengths > 0
         known = jnp.where(given, state.waiting + lengths - 1, 0)
-        segment = fresh_segment(*text[:, 1:].shape, lengths=known)
+        segment = fresh_segment(text.shape[0], text.shape[1] - 1, known)
         segment = dataclasses.replace(segment, position=position - state.waiting)
         _, caches = model.mtp(model.embed(text[:, 1:]), trunk[:, :-1], segment, state.caches)
         newest = dataclasses.replace(
@@ -154,7 +154,8 @@ def _entries(
 
     tokens: those after the entries. All entries are stored, those that mean nothing too: they are scratch.
     """
-    segment = dataclasses.replace(fresh_segment(*tokens.shape), position=position, mode="step")
+    batch, count = tokens.shape
+    segment = dataclasses.replace(fresh_segment(batch, count), position=position, mode="step")
     return model.mtp(model.embed(tokens), hidden, segment, caches)
 
 
