@@ -20,6 +20,7 @@ from replayssm_jax.sampling import (
     SamplingParams,
     draw,
     log_probabilities,
+    most_likely,
     token_keys,
     warped,
     within_vocabulary,
@@ -141,7 +142,7 @@ def draw_drafts(
         return draw(scores, keys), jax.nn.softmax(scores, axis=-1)
 
     def greedily(allowed):
-        best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+        best = most_likely(allowed)
         return best, jax.nn.one_hot(best, allowed.shape[-1], dtype=jnp.float32)
 
     return jax.lax.cond(params.temperature > 0, by_chance, greedily, allowed)
@@ -211,7 +212,7 @@ def at_index(values: Array, index: Int32[Array, " B"]) -> Array:
 
 
 def _greedily(allowed, drafts: Drafts, prompt, position, params):
-    best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    best = most_likely(allowed)
     kept = _leading(drafts.tokens == best[:, :-1], drafts)
     return kept, at_index(best, kept)
 

@@ -164,4 +164,6 @@ def fold_rows(
 
         return jax.lax.fori_loop(0, checkpoint.shape[0], visit, checkpoint)
 
+    if checkpoint.shape[0] == 1:
+        return together(checkpoint, ring, start, length)
     return jax.lax.platform_dependent(checkpoint, ring, start, length, cpu=one_by_one, default=together)
