@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from replayssm_jax.cache import Reach, RecurrentLayer
 from replayssm_jax.precision import decode
 from replayssm_jax.recurrence.layout import heads_first, per_head
-from replayssm_jax.recurrence.segment import in_age_order, suffix_sum
+from replayssm_jax.recurrence.segment import in_age_order, slot_age, suffix_sum
 
 if TYPE_CHECKING:
     from replayssm_jax.replay import Segment
@@ -52,17 +52,18 @@ def forgotten(
     """
     decays = recurrence.log_decays(layer.ring, heads)
     first = recurrence.log_decays(inputs, heads)[:, 0]
-    folded = in_age_order(decays, segment.start - segment.fold, segment.fold)
-    fold_total = jnp.sum(folded, axis=1)
-    read_total = jnp.sum(in_age_order(decays, segment.start, segment.length), axis=1) + first
-    by_fold, by_reads = fold_total < LOG_ZERO, read_total < LOG_ZERO
+    start, flushes = segment.start - segment.fold, segment.fold[:, None] > 0
+    # A row folds all of its committed entries, or reads behind them all.
+    live = slot_age(start, decays.shape[1]) < (segment.fold + segment.length)[:, None]
+    committed = jnp.sum(jnp.where(live[:, :, None], decays, 0.0), axis=1)
+    read_total = jnp.where(flushes, 0.0, committed) + first
+    by_fold, by_reads = flushes & (committed < LOG_ZERO), read_total < LOG_ZERO
     reach = layer.reach
     if reach is None:
         return by_fold, by_reads, None
-    added = in_age_order(reach.added, segment.start - segment.fold, segment.fold)
-    kept = jnp.exp(fold_total) * reach.largest
+    folded, added = in_age_order((decays, reach.added), start, segment.fold)
+    kept = jnp.where(flushes, jnp.exp(committed), 1.0) * reach.largest
     largest = kept + jnp.sum(jnp.exp(suffix_sum(heads_first(folded))) * heads_first(added), axis=-1)
-    flushes = segment.fold[:, None] > 0
     by_fold |= flushes & (kept < LEAST_FOLD * largest)
     reach = Reach(added=_appended(recurrence, reach, inputs, segment), largest=largest, output=reach.output)
     longest = jnp.max(jnp.linalg.norm(reader.astype(jnp.float32), axis=-1), axis=-1, keepdims=True)
