@@ -1,18 +1,20 @@
-"""Tables and figures of the README from a result file of `bench.precision_drift`.
+"""Tables and figures of the README from result files of `bench.precision_drift`.
 
-python -m bench.drift_report bench/results/precision_drift.json [--plots bench/results]
+python -m bench.drift_report bench/results/precision_drift*.json [--plots bench/results]
 
 Writes precision_drift.svg (divergence by position) and precision_heads.svg (error by head) into --plots.
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 
+from bench import e2e_report
 from bench.drift_models import CONTEXT
+from bench.kernel_report import rows_of_table
+from bench.plots import figure
 
 FP32, SHARED, SEPARATE = "FP32", "shared NVFP4, nearest", "NVFP4 read, FP32"
 STOCHASTIC = "NVFP4 read, FP8 stochastic"
@@ -78,41 +80,28 @@ def slope(record: dict, first: int) -> tuple[float, float]:
     return float(fits.mean()), float(fits.std(ddof=1) / math.sqrt(fits.size))
 
 
-def _rows(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
-    return "\n".join(lines)
-
-
-def _models(records: list[dict]) -> list[str]:
-    return list(dict.fromkeys(r["model"] for r in records))
+def _models(records: list[dict], length: int) -> list[str]:
+    """Models with a run at this L, in the order of the records."""
+    found = (r["model"] for r in records if r["buffer_length"] == length and "configuration" in r)
+    return list(dict.fromkeys(found))
 
 
 def headline(records: list[dict], length: int = 16) -> str:
-    """KL, agreement, bits and cells of every configuration: one row each, the models side by side."""
-    models = [
-        name
-        for name in _models(records)
-        if pick(records, model=name, buffer_length=length, configuration=FP32)
-    ]
+    """KL, agreement and cells of every configuration, the models side by side."""
+    models = _models(records, length)
     header = ["configuration"]
-    for name in models:
-        header += [
-            f"{name}: KL to {CONTEXT:,}",
-            "KL at the end",
-            "slope",
-            "agreement",
-            "bits a byte",
-            "cells inside",
-        ]
+    for model in models:
+        truth = pick(records, model=model, buffer_length=length, configuration=FP32)
+        assert truth is not None, f"the records lack the FP32 run of {model}"
+        last = f"{truth['edges'][-1]:,} to {truth['tokens']:,}"
+        header += [f"`{model}`: KL to {CONTEXT:,}", f"KL {last}", f"same token {last}", "cells inside"]
     names = dict.fromkeys(r["configuration"] for r in records if "configuration" in r)
     rows = []
     for name in names:
-        row = [name]
-        for model in models:
-            record = pick(records, model=model, buffer_length=length, configuration=name)
-            row += _columns(records, record) if record else ["-"] * 6
-        rows.append(row)
-    return _rows(header, rows)
+        found = [pick(records, model=m, buffer_length=length, configuration=name) for m in models]
+        cells = [_columns(records, record) if record else ["-"] * 4 for record in found]
+        rows.append([name, *(cell for part in cells for cell in part)])
+    return rows_of_table(header, rows)
 
 
 def _columns(records: list[dict], record: dict) -> list[str]:
@@ -121,15 +110,47 @@ def _columns(records: list[dict], record: dict) -> list[str]:
     spans = np.diff([*record["edges"], record["tokens"]])
     early = np.sum(kl[trained] * spans[trained]) / np.sum(spans[trained])
     found, asked = inside(records, record)
-    growth = "-" if record["configuration"] == FP32 else "{:+.2f} ± {:.2f}".format(*slope(record, CONTEXT))
-    return [
-        f"{early:.2g}",
-        f"{kl[-1]:.2g}",
-        growth,
-        f"{plain(record, 'agreement').mean(axis=0)[-1]:.1%}",
-        f"{plain(record, 'bits').mean(axis=0)[-1]:.3f}",
-        f"{found} of {asked}" if asked else "-",
+    same = f"{100 * plain(record, 'agreement').mean(axis=0)[-1]:.1f} %"
+    return [f"{early:.2g}", f"{kl[-1]:.2g}", same, f"{found} of {asked}" if asked else "-"]
+
+
+def by_length(records: list[dict]) -> str:
+    """Shared NVFP4 against NVFP4 read + FP32, by model and L: KL at the end, and squared errors by head."""
+    header = [
+        "model",
+        "L",
+        "tokens",
+        "KL, shared",
+        "KL, separate",
+        "ratio",
+        "slope, shared",
+        "slope, separate",
     ]
+    header += ["heads of 2,000 tokens and more", "error ratio / prediction", "within 2x"]
+    rows = []
+    lengths = sorted({r["buffer_length"] for r in records})
+    for model in dict.fromkeys(r["model"] for r in records):
+        for length in lengths:
+            same = {"model": model, "buffer_length": length}
+            runs = [pick(records, **same, configuration=name) for name in (SHARED, SEPARATE)]
+            measured = pick(records, **same, heads=True)
+            if None in runs or measured is None:
+                continue
+            ends = [plain(run, "kl").mean(axis=0)[-1] for run in runs if run]
+            growth = ["{:+.2f} ± {:.2f}".format(*slope(run, CONTEXT)) for run in runs if run]
+            memory, predicted, ratio = heads(measured)
+            off = ratio / predicted
+            rows.append([f"`{model}`", f"{length}", f"{runs[0]['tokens']:,}" if runs[0] else "-"])
+            rows[-1] += [f"{end:.2g}" for end in ends] + [f"{ends[0] / ends[1]:.0f}", *growth]
+            rows[-1] += [f"{np.sum(memory >= 2000)} of {memory.size}", f"{np.median(off):.2f}"]
+            rows[-1] += [f"{100 * np.mean(np.abs(np.log2(off)) <= 1):.0f} %"]
+    return rows_of_table(header, rows)
+
+
+def tables(records: list[dict]) -> dict[str, str]:
+    """The tables of the README, by name."""
+    made = {"precision": headline, "precision-by-length": by_length}
+    return {name: table(records) for name, table in made.items()} if records else {}
 
 
 def heads(record: dict) -> np.ndarray:
@@ -139,97 +160,52 @@ def heads(record: dict) -> np.ndarray:
     return np.stack([memory, 1 / (1 - rho), shared / separate])
 
 
-def summary(records: list[dict]) -> list[str]:
-    """One line for every target, model and L."""
-    lines = []
-    for model in _models(records):
-        for length in sorted({r["buffer_length"] for r in records if r["model"] == model}):
-            same = {"model": model, "buffer_length": length}
-            shared, separate = (pick(records, **same, configuration=name) for name in (SHARED, SEPARATE))
-            if shared and separate:
-                ends = [plain(r, "kl").mean(axis=0)[-1] for r in (shared, separate)]
-                ratio = ends[0] / ends[1]
-                lines.append(f"{model}, L = {length}: KL {ends[0]:.4f} / {ends[1]:.5f} = {ratio:.1f}")
-            measured = pick(records, **same, heads=True)
-            if measured:
-                memory, predicted, ratio = heads(measured)
-                off = np.abs(np.log2(ratio / predicted))
-                lines.append(
-                    f"{model}, L = {length}: {np.sum(memory >= 2000)} of {memory.size} heads remember 2,000 "
-                    f"tokens, the longest {memory.max():.0f}; measured over predicted ratio: median "
-                    f"{np.median(ratio / predicted):.2f}, within 2x {np.mean(off <= 1):.0%}"
-                )
-    return lines
-
-
 def plot_growth(records: list[dict], path: Path, length: int = 16) -> None:
     """KL against FP32 state by position, one panel a model."""
-    figure, axes, models = _panels(records, length, path.stem)
-    for axis, model in zip(axes, models, strict=True):
-        for name, (colour, style) in LINES.items():
-            record = pick(records, model=model, buffer_length=length, configuration=name)
-            if record:
-                ends = [*record["edges"][1:], record["tokens"]]
-                axis.plot(
-                    ends, plain(record, "kl").mean(axis=0), style, color=colour, label=name, markersize=3
-                )
-        axis.axvline(CONTEXT, color="grey", linewidth=0.8)
-        axis.set(title=model, xlabel="tokens decoded", yscale="log")
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("KL against FP32 state\n(nats a token)")
-    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _save(figure, path)
+    models = _models(records, length)
+    with figure(path, len(models), figsize=(3.6 * len(models) + 1.6, 3.4)) as axes:
+        for axis, model in zip(axes, models, strict=True):
+            for name, (colour, style) in LINES.items():
+                record = pick(records, model=model, buffer_length=length, configuration=name)
+                if record:
+                    ends = [*record["edges"][1:], record["tokens"]]
+                    kl = plain(record, "kl").mean(axis=0)
+                    axis.plot(ends, kl, style, color=colour, label=name, markersize=3)
+            axis.axvline(CONTEXT, color="grey", linewidth=0.8)
+            axis.set(title=model, xlabel="tokens decoded", yscale="log")
+            axis.set_xscale("log", base=2)
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel("KL against FP32 state\n(nats a token)")
+        axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def plot_heads(records: list[dict], path: Path) -> None:
     """Measured against predicted ratio of squared errors, a dot a head, one panel a model."""
-    figure, axes, models = _panels(records, 16, path.stem)
-    for axis, model in zip(axes, models, strict=True):
-        for length, marker in ((8, "v"), (16, "o"), (32, "s")):
-            record = pick(records, model=model, buffer_length=length, heads=True)
-            if record:
-                _, predicted, ratio = heads(record)
-                axis.plot(predicted, ratio, marker, markersize=3, alpha=0.6, label=f"L = {length}")
-        low, high = axis.get_xlim()
-        line = np.geomspace(1.0, high, 2)
-        axis.plot(line, line, color="grey", linewidth=0.8, label="prediction")
-        axis.fill_between(line, line / 2, 2 * line, color="grey", alpha=0.15)
-        axis.set(title=model, xlabel="1 / (1 - ρ²) of the head", xscale="log", yscale="log")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("squared error, shared NVFP4\nover NVFP4 read + FP32")
-    axes[0].legend(fontsize=7)
-    _save(figure, path)
-
-
-def _panels(records: list[dict], length: int, salt: str):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    models = [name for name in _models(records) if pick(records, model=name, buffer_length=length)]
-    matplotlib.rcParams.update({"svg.hashsalt": salt, "svg.fonttype": "none"})
-    size = (3.6 * len(models), 3.4)
-    figure, axes = pyplot.subplots(1, len(models), figsize=size, squeeze=False, layout="constrained")
-    return figure, axes[0], models
-
-
-def _save(figure, path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    models = list(dict.fromkeys(r["model"] for r in records if r.get("heads")))
+    with figure(path, len(models), figsize=(3.6 * len(models), 3.4)) as axes:
+        for axis, model in zip(axes, models, strict=True):
+            for length, marker in ((8, "v"), (16, "o"), (32, "s")):
+                record = pick(records, model=model, buffer_length=length, heads=True)
+                if record:
+                    _, predicted, ratio = heads(record)
+                    axis.plot(predicted, ratio, marker, markersize=3, alpha=0.6, label=f"L = {length}")
+            line = np.geomspace(1.0, axis.get_xlim()[1], 2)
+            axis.plot(line, line, color="grey", linewidth=0.8, label="prediction")
+            axis.fill_between(line, line / 2, 2 * line, color="grey", alpha=0.15)
+            axis.set(title=model, xlabel="1 / (1 - ρ²) of the head", xscale="log", yscale="log")
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel("squared error, shared NVFP4\nover NVFP4 read + FP32")
+        axes[0].legend(fontsize=7)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("result", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--plots", type=Path, help="folder of the figures")
     options = parser.parse_args()
-    records = json.loads(options.result.read_text())["records"]
-    print(headline(records), *summary(records), sep="\n")
+    records = e2e_report.read(options.results, "bench.precision_drift")
+    print(*tables(records).values(), sep="\n\n")
     if options.plots:
         plot_growth(records, options.plots / "precision_drift.svg")
         plot_heads(records, options.plots / "precision_heads.svg")

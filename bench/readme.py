@@ -1,7 +1,7 @@
 """Tables of the README from result files.
 
-A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`; `bench.kernel_report` and
-`bench.e2e_report` give the names. A table without records stays as it is.
+A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`; `bench.kernel_report`,
+`bench.e2e_report` and `bench.drift_report` give the names. A table without records stays as it is.
 
     python -m bench.readme
 """
@@ -10,7 +10,7 @@ import argparse
 import re
 from pathlib import Path
 
-from bench import e2e_report, kernel_report, result_file
+from bench import drift_report, e2e_report, kernel_report, result_file
 
 README = result_file.RESULTS.parent.parent / "README.md"
 BLOCK = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
@@ -20,7 +20,8 @@ def tables(folder: Path = result_file.RESULTS) -> dict[str, str]:
     """The tables by name, of the result files in a folder."""
     files = sorted(folder.glob("*.json"))
     kernels = e2e_report.read(files, "bench.kernel_decode")
-    return kernel_report.tables(kernels) | e2e_report.tables(files)
+    drift = e2e_report.read(files, "bench.precision_drift")
+    return kernel_report.tables(kernels) | e2e_report.tables(files) | drift_report.tables(drift)
 
 
 def filled(text: str, made: dict[str, str]) -> str:
