@@ -15,10 +15,13 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from bench.drift_layers import Configuration, SimulatedLayer, simulated_layers, window_segment
+from bench.drift_streams import numbers
 from models.base import HybridModel
 from replayssm_jax.cache import static
 from replayssm_jax.recurrence import mamba2
 from replayssm_jax.replay import Segment
+
+SEPARATE = Configuration("fp32", "nvfp4")
 
 
 @jax.tree_util.register_dataclass
@@ -27,15 +30,30 @@ class HeadSums:
     """Sums over windows and texts.
 
     error: squares of (what is read - the FP32 state), by interval. norm: squares of the FP32 state.
+    predicted: those of a shared state by the decay alone. Each rounding adds an independent error of the size
+    of the NVFP4 copy's, and each window multiplies what is there by its decay.
     log_decay, square: of the log decay over a window's L tokens, and of exp(2 log decay). windows: their
     number, times texts.
     """
 
     error: Float32[Array, "I C H"]
     norm: Float32[Array, "I H"]
+    predicted: Float32[Array, "I H"]
     log_decay: Float32[Array, " H"]
     square: Float32[Array, " H"]
     windows: Float32[Array, ""]
+
+    @classmethod
+    def zeros(cls, intervals: int, configurations: int, heads: int) -> "HeadSums":
+        """Sums of nothing."""
+        return cls(
+            error=jnp.zeros((intervals, configurations, heads), jnp.float32),
+            norm=jnp.zeros((intervals, heads), jnp.float32),
+            predicted=jnp.zeros((intervals, heads), jnp.float32),
+            log_decay=jnp.zeros((heads,), jnp.float32),
+            square=jnp.zeros((heads,), jnp.float32),
+            windows=jnp.float32(0.0),
+        )
 
 
 def window_log_decay(recurrence: ModuleType, inputs: Any, heads: Any) -> Float32[Array, "B H"]:
@@ -51,12 +69,13 @@ class MeasuredLayer:
     """A recurrent layer of rows [text] with the states of every configuration.
 
     states: of rows [configuration, text], FP32 first. conv: columns of the rows. edges: where intervals of
-    positions begin.
+    positions begin. variance: predicted squared error of a shared NVFP4 state.
     """
 
     states: SimulatedLayer
     conv: Float[Array, "texts W C"]
     sums: HeadSums
+    variance: Float32[Array, "texts H"]
     edges: tuple[int, ...] = static()
 
     def recur(
@@ -64,17 +83,20 @@ class MeasuredLayer:
     ) -> tuple[Float32[Array, "texts L H V"], "MeasuredLayer"]:
         """Outputs of a window under FP32, and the layer with the window's errors added."""
         texts, count = reader.shape[0], len(self.states.configurations)
-        shape = (count, texts, *self.states.checkpoint.shape[1:])
-        read = self.states.copy().reshape(shape)
+        read = self.states.read().reshape(count, texts, *self.states.checkpoint.shape[1:])
         exact = read[:1]
-        error = jnp.sum(jnp.square(read - exact), axis=(1, 3, 4))
+        error = jnp.sum(jnp.square(read - exact), axis=(3, 4))
         norm = jnp.sum(jnp.square(exact[0]), axis=(0, 2, 3))
         total = window_log_decay(recurrence, inputs, heads)
+        # The state that a window begins with has been rounded once more since the window before.
+        variance = self.variance + error[self.states.configurations.index(SEPARATE)]
+        error = jnp.sum(error, axis=1)
         edges = jnp.asarray(self.edges, jnp.int32)
         here = (jnp.sum(segment.position[0] >= edges) - 1 == jnp.arange(edges.size)).astype(jnp.float32)
         sums = HeadSums(
             error=self.sums.error + here[:, None, None] * error[None],
             norm=self.sums.norm + here[:, None] * norm[None],
+            predicted=self.sums.predicted + here[:, None] * jnp.sum(variance, axis=0)[None],
             log_decay=self.sums.log_decay + jnp.sum(total, axis=0),
             square=self.sums.square + jnp.sum(jnp.exp(2.0 * total), axis=0),
             windows=self.sums.windows + texts,
@@ -84,7 +106,9 @@ class MeasuredLayer:
         )
         before = self.states.checkpoint
         outputs, state = self.states.through(recurrence, before, inputs, reader, heads, segment)
-        return outputs[:texts], replace(self, states=self.states.rewritten(state, segment), sums=sums)
+        states = self.states.rewritten(state, segment)
+        variance = variance * jnp.exp(2.0 * total)
+        return outputs[:texts], replace(self, states=states, sums=sums, variance=variance)
 
 
 def measured_layers(
@@ -103,15 +127,10 @@ def measured_layers(
         if not isinstance(plain, SimulatedLayer):
             return plain
         heads = plain.checkpoint.shape[1]
-        sums = HeadSums(
-            error=jnp.zeros((len(edges), len(configurations), heads), jnp.float32),
-            norm=jnp.zeros((len(edges), heads), jnp.float32),
-            log_decay=jnp.zeros((heads,), jnp.float32),
-            square=jnp.zeros((heads,), jnp.float32),
-            windows=jnp.float32(0.0),
-        )
+        sums = HeadSums.zeros(len(edges), len(configurations), heads)
         own = replace(own, conv=jnp.zeros((0,), plain.conv.dtype))
-        return MeasuredLayer(states=own, conv=plain.conv, sums=sums, edges=edges)
+        variance = jnp.zeros((texts, heads), jnp.float32)
+        return MeasuredLayer(states=own, conv=plain.conv, sums=sums, variance=variance, edges=edges)
 
     return tuple(map(layer, columns, states))
 
@@ -134,7 +153,8 @@ def head_record(layers: tuple, configurations: tuple[Configuration, ...], length
     """The fields of a record, by recurrent layer and head.
 
     memory: tokens over which the state decays by e. rho_squared: mean over windows of the squared decay over
-    L tokens. errors: for every configuration relative squared errors of what is read, at the longest
+    L tokens. predicted: of a shared NVFP4 state, as `HeadSums` has it, relative, at the longest interval.
+    errors: for every configuration relative squared errors of what is read, at the longest
     interval. growth: their median over heads, by interval.
     """
     measured = [layer for layer in layers if isinstance(layer, MeasuredLayer)]
@@ -143,21 +163,20 @@ def head_record(layers: tuple, configurations: tuple[Configuration, ...], length
     longest = int(np.flatnonzero(sums[0].norm.sum(axis=1))[-1])
 
     def rows(values: list) -> list:
-        return [[float(f"{x:.5g}") for x in row] for row in values]
+        return [numbers(row, 5) for row in values]
+
+    def growth(index: int) -> list:
+        typical = [np.median(np.concatenate([r[i, index] for r in relative])) for i in range(longest + 1)]
+        return numbers(np.asarray(typical), 5)
 
     return {
         "layers": [layer.states.index for layer in measured],
         "memory": rows([-length * s.windows / np.minimum(s.log_decay, -1e-9) for s in sums]),
         "rho_squared": rows([s.square / s.windows for s in sums]),
+        "predicted": rows([s.predicted[longest] / np.maximum(s.norm[longest], 1e-300) for s in sums]),
         "errors": {
             item.name: rows([r[longest, index] for r in relative])
             for index, item in enumerate(configurations)
         },
-        "growth": {
-            item.name: [
-                float(f"{np.median(np.concatenate([r[i, index] for r in relative])):.5g}")
-                for i in range(longest + 1)
-            ]
-            for index, item in enumerate(configurations)
-        },
+        "growth": {item.name: growth(index) for index, item in enumerate(configurations)},
     }

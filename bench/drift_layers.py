@@ -101,17 +101,29 @@ class SimulatedLayer:
         self, recurrence: ModuleType, inputs: Any, reader: Array, heads: Any, segment: Segment
     ) -> tuple[Float32[Array, "B L H V"], "SimulatedLayer"]:
         """Outputs of a window, and the layer at the first token behind it."""
-        copy = self.copy()
-        first, state = self.through(recurrence, self.checkpoint, inputs, reader, heads, segment)
-        later, _ = self.through(recurrence, copy, inputs, reader, heads, segment)
-        outputs = jnp.concatenate([first[:, :1], later[:, 1:]], axis=1)
+        outputs, state = self.through(recurrence, self.checkpoint, inputs, reader, heads, segment)
+        shared = self.shared_rows
+        if shared < self.checkpoint.shape[0]:
+            inputs, reader = jax.tree.map(lambda field: field[shared:], (inputs, reader))
+            later, _ = self.through(recurrence, self.copies(), inputs, reader, heads, segment)
+            separate = jnp.concatenate([outputs[shared:, :1], later[:, 1:]], axis=1)
+            outputs = jnp.concatenate([outputs[:shared], separate])
         return outputs, self.rewritten(state, segment)
 
-    def copy(self) -> Float32[Array, "B H V K"]:
-        """What all tokens of the window but the first read."""
-        shared = "fp32"  # no second encoding: a shared state is read as it is
-        formats = (shared if item.read == item.recurrence else item.read for item in self.configurations)
-        return simulated(self.checkpoint, tuple(formats))
+    @property
+    def shared_rows(self) -> int:
+        """Rows without a copy, which come first."""
+        shared = sum(item.read == item.recurrence for item in self.configurations)
+        return self.checkpoint.shape[0] // len(self.configurations) * shared
+
+    def copies(self) -> Float32[Array, "separate H V K"]:
+        """What all tokens of a window but the first read, in the rows that have a copy."""
+        formats = tuple(item.read for item in self.configurations if item.read != item.recurrence)
+        return simulated(self.checkpoint[self.shared_rows :], formats)
+
+    def read(self) -> Float32[Array, "B H V K"]:
+        """What all tokens of a window but the first read, of all rows."""
+        return jnp.concatenate([self.checkpoint[: self.shared_rows], self.copies()])
 
     def through(self, recurrence: ModuleType, state, inputs, reader, heads, segment: Segment):
         """Outputs of the window from a state, and the state behind it, unrounded."""
@@ -147,8 +159,12 @@ def simulated_layers(
 ) -> tuple:
     """Empty layers for rows [configuration, text]; a text's seed is the same in all configurations.
 
-    max_length: columns for keys and values, where the model has attention.
+    configurations: those without a copy first. max_length: columns for keys and values, where the model has
+    attention. Raises ValueError for another order.
     """
+    copied = [item.read != item.recurrence for item in configurations]
+    if copied != sorted(copied):
+        raise ValueError("configurations without a copy must come first.")
     rows, dtype = texts * len(configurations), model.embed.weight.dtype
 
     def layer(spec: RecurrentSpec | AttentionSpec | None, index: int) -> Any:

@@ -73,6 +73,13 @@ def token_streams(data: Path, tokenizer: Path, length: int, texts: int) -> Strea
     return Streams(names, tokens, spans, np.zeros((0, length + 1), np.uint8))
 
 
+def numbers(values: np.ndarray, digits: int = 6) -> list:
+    """Nested lists of the values to so many digits; None for what is not finite."""
+    if values.ndim:
+        return [numbers(value, digits) for value in values]
+    return float(f"{values:.{digits}g}") if np.isfinite(values) else None
+
+
 def text_edges(length: int) -> list[int]:
     """Where intervals of positions begin: 0, 1024, 2048, 4096, ... below `length`."""
     edges = [0]
@@ -88,10 +95,14 @@ def cells(kinds: np.ndarray, right: np.ndarray) -> np.ndarray:
     after each was predicted.
     """
     counts = np.zeros((*right.shape[:-2], len(TASKS), len(INTERVALS), 2), np.int64)
+    starts = [low for low, _ in INTERVALS]
     for text in range(kinds.shape[0]):
-        for task, first, last in answers(kinds[text]):
-            for interval, (low, high) in enumerate(INTERVALS):
-                if low <= first < high:
-                    counts[..., task, interval, 0] += right[..., text, first - 1 : last - 1].all(axis=-1)
-                    counts[..., task, interval, 1] += 1
+        found = np.asarray([span for span in answers(kinds[text]) if span[2] <= kinds.shape[1]], np.int64)
+        task, first, last = found.reshape(-1, 3).T
+        wrong = np.cumsum(~right[..., text, :], axis=-1)
+        wrong = np.concatenate([np.zeros_like(wrong[..., :1]), wrong], axis=-1)
+        whole = wrong[..., last - 1] == wrong[..., first - 1]
+        place = task, np.searchsorted(starts, first, side="right") - 1
+        np.add.at(counts, (..., *place, 1), 1)
+        np.add.at(counts, (..., *place, 0), whole)
     return counts

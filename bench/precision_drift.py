@@ -8,8 +8,8 @@
 Teacher-forced decoding of held-out text and of tasks with exact answers (bench/drift_tasks.py) in windows of
 L tokens (bench/drift_layers.py). Rows are [configuration, text]; formats are simulated by encoding and
 decoding in float32; models have bfloat16 weights and activations. Programs run in dispatches, each under the
-lock of --lock where processes share a device. The result file is written after every program; one that it
-holds is not run again.
+lock of --lock where processes share a device. The result file is written after every dispatch; a program
+whose records it holds whole is not run again.
 
 Records of a model and L, one for every configuration: `model`, `buffer_length`, `configuration`,
 `recurrence`, `read`, `rounding`, `tokens`, `texts` (names), `edges` (where intervals of positions begin),
@@ -24,6 +24,7 @@ import functools
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -37,7 +38,7 @@ from bench import result_file
 from bench.drift_heads import head_record, measure_windows, measured_layers
 from bench.drift_layers import CONFIGURATIONS, decode_window, simulated_layers
 from bench.drift_models import CONFIGS, load_weights
-from bench.drift_streams import Streams, byte_streams, cells, text_edges, token_streams
+from bench.drift_streams import Streams, byte_streams, cells, numbers, text_edges, token_streams
 from bench.embedded_shapes import CONFIGS as EMBEDDED
 from bench.timing import exclusive
 from models.base import HybridModel
@@ -89,7 +90,7 @@ def row_seeds(texts: int) -> Array:
 
 
 def dispatched(program, model: HybridModel, carry: tuple, fields: tuple, each: int, turn, title: str):
-    """The carry of `program(model, *carry, *fields)` and, joined, what it gives for all windows.
+    """After every dispatch the carry of `program(model, *carry, *fields)` and, joined, what it has given.
 
     fields: arrays [windows, ...], of which a dispatch takes `each`. Every dispatch has its turn on the
     device; compilation needs none.
@@ -101,35 +102,37 @@ def dispatched(program, model: HybridModel, carry: tuple, fields: tuple, each: i
         with turn():
             carry, given = compiled(model, *carry, *(field[first : first + each] for field in fields))
             measured.append(jax.tree.map(np.asarray, jax.block_until_ready((carry[1], given))[1]))
-    return carry, jax.tree.map(lambda *parts: np.concatenate(parts), *measured)
+        yield carry, jax.tree.map(lambda *parts: np.concatenate(parts), *measured)
 
 
-def compared(model: HybridModel, streams: Streams, length: int, each: int, turn) -> list[dict]:
-    """One record for every configuration, without the model's name."""
-    tokens, following = (in_windows(part, length) for part in (streams.tokens[:, :-1], streams.tokens[:, 1:]))
+def compared(model: HybridModel, streams: Streams, length: int, each: int, turn) -> Iterator[list[dict]]:
+    """After every dispatch one record for every configuration, without the model's name."""
+    fields = tuple(in_windows(part, length) for part in (streams.tokens[:, :-1], streams.tokens[:, 1:]))
     count = len(streams.names)
     layers = simulated_layers(model, count, streams.length, CONFIGURATIONS, row_seeds(count))
-    fields = (tokens, following)
-    _, (sums, right) = dispatched(
-        compare_windows, model, (layers, jnp.int32(0)), fields, each, turn, f"L = {length}"
-    )
-    edges = text_edges(streams.length)
-    by_edge = np.add.reduceat(sums.astype(np.float64), [edge // length for edge in edges], axis=0)
-    spans = np.diff([*edges, streams.length])
-    size = np.add.reduceat(streams.sizes[:, 1:], edges, axis=1)
-    predicted = np.moveaxis(right[:, :, streams.texts :], 0, 2)
-    counts = cells(streams.kinds, predicted.reshape(*predicted.shape[:2], streams.length))
+    carry, title = (layers, jnp.int32(0)), f"L = {length}"
+    for _, measured in dispatched(compare_windows, model, carry, fields, each, turn, title):
+        yield comparison(streams, length, *measured)
 
-    def table(values: np.ndarray) -> list:
-        return [[float(f"{x:.6g}") for x in row] for row in values]
+
+def comparison(streams: Streams, length: int, sums: np.ndarray, right: np.ndarray) -> list[dict]:
+    """The records of what `compare_windows` gave of the first windows of the streams."""
+    tokens = sums.shape[0] * length
+    edges = text_edges(tokens)
+    by_edge = np.add.reduceat(sums.astype(np.float64), [edge // length for edge in edges], axis=0)
+    spans = np.diff([*edges, tokens])
+    size = np.add.reduceat(streams.sizes[:, 1 : tokens + 1], edges, axis=1)
+    predicted = np.moveaxis(right[:, :, streams.texts :], 0, 2)
+    predicted = predicted.reshape(*predicted.shape[:2], tokens)
+    counts = cells(streams.kinds[:, : tokens + 1], predicted)
 
     records = []
     for index, item in enumerate(CONFIGURATIONS):
         kl, agreement, nats = np.moveaxis(by_edge[:, :, index], 0, 2)
         record = {"buffer_length": length, "configuration": item.name, "recurrence": item.recurrence}
-        record |= {"read": item.read, "rounding": item.rounding, "tokens": streams.length}
-        record |= {"texts": streams.names, "edges": edges, "kl": table(kl / spans)}
-        record |= {"agreement": table(agreement / spans), "bits": table(nats / math.log(2.0) / size)}
+        record |= {"read": item.read, "rounding": item.rounding, "tokens": tokens}
+        record |= {"texts": streams.names, "edges": edges, "kl": numbers(kl / spans)}
+        record |= {"agreement": numbers(agreement / spans), "bits": numbers(nats / math.log(2.0) / size)}
         records.append(record | {"cells": counts[index].tolist()})
     return records
 
@@ -139,8 +142,8 @@ def head_errors(model: HybridModel, streams: Streams, length: int, each: int, tu
     tokens = in_windows(streams.tokens[: streams.texts, :-1], length)
     edges, count = tuple(text_edges(streams.length)), streams.texts
     layers = measured_layers(model, count, streams.length, CONFIGURATIONS, row_seeds(count), edges)
-    title = f"L = {length}, heads"
-    carry, _ = dispatched(measure_windows, model, (layers, jnp.int32(0)), (tokens,), each, turn, title)
+    carry, title = (layers, jnp.int32(0)), f"L = {length}, heads"
+    *_, (carry, _) = dispatched(measure_windows, model, carry, (tokens,), each, turn, title)
     record = {
         "buffer_length": length,
         "heads": True,
@@ -199,9 +202,10 @@ def main() -> None:
             result_file.write(result, options.out)
         if not done(**same, tokens=options.tokens, configuration=CONFIGURATIONS[0].name):
             given = streams(name, options.tokens, options.texts, options.tasks)
-            records = compared(model, given, length, each, turn)
-            result["records"] += [{"model": name} | record for record in records]
-            result_file.write(result, options.out)
+            before = [r for r in result["records"] if "heads" in r or any(r[k] != same[k] for k in same)]
+            for records in compared(model, given, length, each, turn):
+                result["records"] = before + [{"model": name} | record for record in records]
+                result_file.write(result, options.out)
         print(f"{name}, L = {length}: {time.perf_counter() - began:.1f} s")
 
 
