@@ -345,6 +345,15 @@ def forgetting(results: Results) -> Answer | None:
                     f"{exact:.1f} % at most are exactly 0"
                 )
                 files.append(name)
+    for name, records in of_bench(results, "bench.forgotten_reads").items():
+        times = {(r["skip"], r["forgotten"]): r["time_us"] for r in records}
+        if {("off", 0.0), ("exact", 0.0), ("exact", 0.5)} <= set(times):
+            parts.append(
+                f"a layer's step ({records[0]['shape']}, batch {records[0]['batch']}) takes "
+                f"{times['off', 0.0]:.0f} us, with exact skips {times['exact', 0.0]:.0f} us where no head "
+                f"forgets and {times['exact', 0.5]:.0f} us where half do"
+            )
+            files.append(name)
     if not parts:
         return None
     return Answer(
