@@ -129,8 +129,8 @@ FIGURES = {
     "C13": "right answers of m: FP32 50.0 %, shared NVFP4, nearest 20.0 %, NVFP4 read, FP8 stochastic 49.0 %",
     "C14": "NVFP4 read + FP8 stochastic inside in m: 1 of 1 (shared NVFP4: 0)",
     "C15": "trained: 1.0 to 10.0 % of reads add less than bfloat16 shows, 0.2 % at most are exactly 0; "
-    "a layer's step (super, batch 256) takes 300 us, with exact skips 306 us where no head forgets and 250 us "
-    "where half do",
+    "a layer's step (super, batch 256) takes 300 us, with exact skips 306 us where no head forgets and "
+    "250 us where half do",
     "C16": "nano-4b: cache 10.0 % larger (context 288)",
 }
 
