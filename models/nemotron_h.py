@@ -12,12 +12,12 @@ from models.config import MTPConfig, NemotronHConfig
 from models.layers.attention import attend
 from models.layers.conv import CausalConv
 from models.layers.embedding import Embedding
-from models.layers.groups import by_group
 from models.layers.mlp import MLP, bias_free, relu2
 from models.layers.norm import GateThenNorm, RMSNorm
 from models.mtp import MTPHead
 from models.weights import Weight, linear
 from pallas_kernels.numerics import mamba2_dt
+from pallas_kernels.parts import Part
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
 from replayssm_jax.recurrence import mamba2
 from replayssm_jax.replay import Segment, recur
@@ -73,17 +73,16 @@ class Mamba2Mixer(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
         """Returns the layer's output in the dtype of x, and its cache."""
         config = self.config
-        inner, state = config.mamba_num_heads * config.mamba_head_dim, config.n_groups * config.d_state
-        gate, mixed, raw_dt = jnp.split(self.in_proj(x), (inner, inner + conv_channels(config)), axis=-1)
-        mixed, layer = self.conv1d(mixed, layer, segment)
-        values, b, c = jnp.split(mixed, (inner, inner + state), axis=-1)
-        inputs = mamba2.Inputs(
-            x=by_group(values, config.n_groups),
-            b=by_group(b, config.n_groups),
-            dt=mamba2_dt(raw_dt, self.dt_bias[...], config.dt_limit),
-        )
-        y, layer = recur(mamba2, layer, inputs, by_group(c, config.n_groups), self.heads(), segment)
-        return self.out_proj(self.norm(y.reshape(gate.shape), gate)), layer
+        inner, groups = config.mamba_num_heads * config.mamba_head_dim, config.n_groups
+        projected = self.in_proj(x)
+        state = Part(groups, config.d_state)
+        parts = Part(groups, inner // groups), state, state
+        (values, b, c), layer = self.conv1d.by_group(projected, inner, parts, layer, segment)
+        raw_dt = projected[..., inner + conv_channels(config) :]
+        inputs = mamba2.Inputs(x=values, b=b, dt=mamba2_dt(raw_dt, self.dt_bias[...], config.dt_limit))
+        y, layer = recur(mamba2, layer, inputs, c, self.heads(), segment)
+        y = self.norm(y.reshape(*x.shape[:2], inner), projected, kernels=segment.kernels)
+        return self.out_proj(y), layer
 
 
 class Attention(nnx.Module):

@@ -12,13 +12,13 @@ from models.config import MTPConfig, Qwen35Config
 from models.layers.attention import attend
 from models.layers.conv import CausalConv
 from models.layers.embedding import Embedding
-from models.layers.groups import by_group
 from models.layers.mlp import GatedMLP, bias_free
 from models.layers.norm import NormThenGate, RMSNorm
 from models.layers.rope import rotate
 from models.mtp import MTPHead
 from models.weights import Weight, linear
-from pallas_kernels.numerics import gated_delta_log_decay, l2_normalize
+from pallas_kernels.numerics import gated_delta_log_decay
+from pallas_kernels.parts import Part
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
 from replayssm_jax.recurrence import gated_delta
 from replayssm_jax.replay import Segment, recur
@@ -77,17 +77,21 @@ class GatedDeltaNet(nnx.Module):
         keys, values = _widths(config)
         channels, beyond = 2 * keys + values, 2 * keys + 2 * values
         ends = channels, beyond, beyond + config.value_heads
-        mixed, gate, b, a = jnp.split(self.in_proj(x), ends, axis=-1)
-        mixed, layer = self.conv1d(mixed, layer, segment)
-        q, k, v = jnp.split(mixed, (keys, 2 * keys), axis=-1)
-        reader = l2_normalize(by_group(q, groups)) * config.key_head_dim**-0.5
+        projected = self.in_proj(x)
+        _, gate, b, a = jnp.split(projected, ends, axis=-1)
+        parts = (
+            Part(groups, config.key_head_dim, config.key_head_dim**-0.5),
+            Part(groups, config.key_head_dim, 1.0),
+            Part(groups, values // groups),
+        )
+        (q, k, v), layer = self.conv1d.by_group(projected, 0, parts, layer, segment)
         inputs = gated_delta.Inputs(
-            v=by_group(v, groups),
-            k=l2_normalize(by_group(k, groups)).astype(x.dtype),
+            v=v,
+            k=k,
             log_decay=gated_delta_log_decay(a, self.A_log[...], self.dt_bias[...]),
             beta=jax.nn.sigmoid(b.astype(jnp.float32)),
         )
-        y, layer = recur(gated_delta, layer, inputs, reader.astype(x.dtype), self.heads(), segment)
+        y, layer = recur(gated_delta, layer, inputs, q, self.heads(), segment)
         gate = gate.reshape(y.shape)
         return self.out_proj(self.norm(y, gate).reshape(*x.shape[:2], values)), layer
 

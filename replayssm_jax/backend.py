@@ -3,12 +3,13 @@
 import dataclasses
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.parts import Part
 from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig, EagerConfig, ReplayConfig
 
 logger = logging.getLogger(__name__)
@@ -164,5 +165,82 @@ def _step(state, ring, inputs, reader, heads, plan, forgotten, *, recurrence: st
     return outputs, state, jax.tree.unflatten(jax.tree.structure(ring), slots)
 
 
+def kernel_attention(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array) -> jax.Array | None:
+    """A step's attention by its GPU kernel; None where XLA's products serve better or alone.
+
+    q: [B, T, Nq, D]. k, v: [B, N, S, D] with the step's tokens; position: int32 [B], before the step.
+    """
+    from pallas_kernels import attention
+
+    batch, groups = k.shape[:2]
+    rows = q.shape[1] * q.shape[2] // groups
+    if batch * groups < ATTENTION_PAIRS or not _serves(attention.check, rows, q.shape[3], q.dtype):
+        return None
+    return _kernel_attention(q, k, v, position)
+
+
+def kernel_convolution(
+    window: jax.Array,
+    projected: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    position: jax.Array,
+    parts: tuple[Part, ...],
+    offset: int,
+) -> tuple[tuple[jax.Array, ...], jax.Array] | None:
+    """A step's convolution by its GPU kernel, arguments and results as `pallas_kernels.convolution` has them;
+    None where it cannot serve."""
+    from pallas_kernels import convolution
+
+    if not _serves(convolution.check, parts, projected.dtype, projected.shape[1]):
+        return None
+    return _kernel_convolution(window, projected, weight, bias, position, parts=parts, offset=offset)
+
+
+def kernel_gated_norm(
+    y: jax.Array, projected: jax.Array, weight: jax.Array, groups: int, eps: float
+) -> jax.Array | None:
+    """Mamba-2's output norm by its GPU kernel, arguments as `pallas_kernels.gated_norm` has them; None where
+    it cannot serve."""
+    from pallas_kernels import gated_norm
+
+    if not _serves(gated_norm.check, y.shape[-1], groups, projected.dtype):
+        return None
+    return _kernel_gated_norm(y, projected, weight, groups=groups, eps=eps)
+
+
+def _serves(check: Callable[..., None], *sizes: Any) -> bool:
+    from pallas_kernels import launch
+
+    try:
+        check(*sizes)
+    except launch.Unsupported:
+        return False
+    return True
+
+
+def _attention(q, k, v, position):
+    from pallas_kernels import attention
+
+    return attention.attend(q, k, v, position)
+
+
+def _convolution(window, projected, weight, bias, position, *, parts, offset):
+    from pallas_kernels import convolution
+
+    return convolution.convolve(window, projected, weight, bias, position, parts, offset=offset)
+
+
+def _gated_norm(y, projected, weight, *, groups, eps):
+    from pallas_kernels import gated_norm
+
+    return gated_norm.gate_then_norm(y, projected, weight, groups=groups, eps=eps)
+
+
+# Rows times key heads from which every multiprocessor has one to attend for.
+ATTENTION_PAIRS = 128
 # One inner program a layer kind: its kernels are traced and lowered once, however many layers use them.
 _kernel_step = jax.jit(_step, static_argnames="recurrence")
+_kernel_attention = jax.jit(_attention)
+_kernel_convolution = jax.jit(_convolution, static_argnames=("parts", "offset"))
+_kernel_gated_norm = jax.jit(_gated_norm, static_argnames=("groups", "eps"))

@@ -55,6 +55,11 @@ class Segment:
     skips: bool = static(default=False)
 
     @property
+    def kernels(self) -> bool:
+        """Whether GPU kernels may serve the layers around the recurrences too."""
+        return self.plan is not None and self.mesh is None
+
+    @property
     def positions(self) -> Int32[Array, "B T"]:
         """Absolute position of every token, pads included."""
         return self.position[:, None] + jnp.arange(self.tokens, dtype=jnp.int32)[None, :]

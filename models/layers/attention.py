@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from replayssm_jax.backend import kernel_attention
 from replayssm_jax.cache import AttentionLayer
 from replayssm_jax.replay import Segment
 
@@ -32,6 +33,10 @@ def attend(
     )
     layer = AttentionLayer(k=_written(layer.k, k, column), v=_written(layer.v, v, column))
     if segment.mode == "step":
+        if segment.kernels:
+            outputs = kernel_attention(q, layer.k, layer.v, segment.position)
+            if outputs is not None:
+                return outputs, layer
         return _few_queries(q, layer.k, layer.v, segment.positions), layer
     reach = jnp.arange(size, dtype=jnp.int32)[None, None, None, :]
     mask = reach <= segment.positions[:, None, :, None]

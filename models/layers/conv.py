@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.layers.groups import grouped
+from pallas_kernels.parts import Part
+from replayssm_jax.backend import kernel_convolution
 from replayssm_jax.replay import Segment
 
 
@@ -46,6 +49,33 @@ class CausalConv(nnx.Module):
             moved_on = _write(layer.conv, kept, segment.position + segment.lengths - past)
             layer = replace(layer, conv=moved_on)
         return self._weighed([columns[:, tap : tap + tokens] for tap in range(self.taps)]), layer
+
+    def by_group(
+        self,
+        projected: Float[Array, "B T P"],
+        offset: int,
+        parts: tuple[Part, ...],
+        layer: Any,
+        segment: Segment,
+    ) -> tuple[tuple[Float[Array, "B G T E"], ...], Any]:
+        """What a recurrence takes: the convolution's outputs part by part, and the layer moved on.
+
+        projected: its channels from `offset` on are the convolution's. parts: of those, in order.
+        """
+        if layer is not None and segment.mode == "step" and segment.kernels:
+            bias = None if self.bias is None else self.bias[...]
+            served = kernel_convolution(
+                layer.conv, projected, self.weight[...], bias, segment.position, parts, offset
+            )
+            if served is not None:
+                return served[0], replace(layer, conv=served[1])
+        channels = sum(part.channels for part in parts)
+        mixed, layer = self(projected[..., offset : offset + channels], layer, segment)
+        outputs, first = [], 0
+        for part in parts:
+            outputs.append(grouped(mixed[..., first : first + part.channels], part))
+            first += part.channels
+        return tuple(outputs), layer
 
     def _weighed(self, columns: Sequence[Float[Array, "*batch C"]]) -> Float[Array, "*batch C"]:
         """silu of the columns under the taps, oldest first, times their weights; in the columns' dtype."""

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from replayssm_jax.backend import kernel_gated_norm
+
 
 def rms_normalize(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch D"]:
     """x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
@@ -36,8 +38,18 @@ class GateThenNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.groups, self.eps = groups, eps
 
-    def __call__(self, y: Float[Array, "B T D"], gate: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """y float32; returns the dtype of the gate."""
+    def __call__(
+        self, y: Float[Array, "B T D"], projected: Float[Array, "B T P"], *, kernels: bool = False
+    ) -> Float[Array, "B T D"]:
+        """y float32; the gates are the first channels of `projected`, whose dtype is returned.
+
+        kernels: a GPU kernel may serve.
+        """
+        if kernels:
+            normed = kernel_gated_norm(y, projected, self.weight[...], self.groups, self.eps)
+            if normed is not None:
+                return normed
+        gate = projected[..., : y.shape[-1]]
         gated = y * jax.nn.silu(gate.astype(jnp.float32))
         parts = gated.reshape(*gated.shape[:-1], self.groups, -1)
         normed = rms_normalize(parts, self.eps).reshape(gated.shape)

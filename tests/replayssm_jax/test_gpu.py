@@ -17,6 +17,7 @@ from flax import nnx
 import replayssm_jax as rs
 from models.nemotron_h import NemotronH
 from models.qwen3_5 import Qwen35
+from replayssm_jax import backend
 from replayssm_jax import replay as replay_module
 from replayssm_jax.recurrence import RECURRENCES
 from tests.replayssm_jax.recurrence.cases import (
@@ -210,3 +211,53 @@ def test_the_portable_fold_of_all_rows_together_is_the_float64_loop(name):
     truth = serial(name, state, inputs, reader, heads, lengths)[1]
     assert rms_error(folded, truth) <= tolerance(12)
     np.testing.assert_array_equal(folded[1], state[1])
+
+
+@functools.cache
+def wide_model(family):
+    """Sizes that the kernels for convolution, gated norm and attention serve."""
+
+    def make():
+        attention = {"head_dim": 64, "hidden_size": 128}
+        if family == "mamba2":
+            sizes = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 4, "d_state": 128}
+            config = nemotron_config(**attention, **sizes, layer_pattern="M*")
+            return NemotronH(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        sizes = {"key_heads": 4, "value_heads": 4, "key_head_dim": 128, "value_head_dim": 128}
+        layers = {"layer_types": ("linear_attention", "full_attention"), "rotary_dim": 16}
+        return Qwen35(qwen_config(**attention, **sizes, **layers), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+    with on_cpu():
+        return heat(randomize(make))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_around_the_recurrence_change_no_step(family, monkeypatch):
+    model = to_gpu(wide_model(family))
+    monkeypatch.setattr(backend, "ATTENTION_PAIRS", 1)
+    serves, asked = backend._serves, []
+    texts, logits, windows = random_tokens(3, 64), [], []
+    for kernels in (True, False):
+
+        def decide(check, *sizes, kernels=kernels):
+            asked.append(serves(check, *sizes))
+            return asked[-1] and kernels
+
+        monkeypatch.setattr(backend, "_serves", decide)
+        # jax.nn.dot_product_attention promotes.
+        with on_cpu(), jax.numpy_dtype_promotion("standard"):
+            empty = wide_model(family).init_cache(3, 64, VERIFY)
+            cache = rs.prefill(wide_model(family), texts[:, :16], PROMPTS, empty)[1]
+        cache = served(cache, "pallas")
+        step = jax.jit(lambda *arguments: replay_module.step_core(*arguments), donate_argnums=2)
+        outputs = []
+        for index in range(6):
+            tokens = to_gpu(texts[:, 16 + 2 * index : 19 + 2 * index])
+            out, _, cache = step(model, tokens, cache)
+            cache = rs.commit(cache, np.full(3, 2, np.int32))
+            outputs.append(np.asarray(out))
+        logits.append(np.stack(outputs))
+        windows.append(np.asarray(cache.layers[0].conv.astype(jnp.float32)))
+    assert all(asked) and len(asked) == (6 if family == "mamba2" else 4)
+    np.testing.assert_array_equal(*windows)
+    assert rms_error(*logits) < 3e-2

@@ -1,0 +1,184 @@
+"""The short causal convolution of a step's tokens: from a projection's channels to a recurrence's inputs.
+
+One pass reads the last columns of each row's window and the new ones, writes the new ones into the window,
+and the outputs by group, normalised where the recurrence wants them so.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.launch import Unsupported, mosaic_gpu, require_jax
+from pallas_kernels.parts import Part
+
+# Channels of a CTA, four a thread; a warp has the 128 of a normalised vector.
+CHUNK = 512
+_LANES = 128
+_TILE = 64
+
+
+def check(parts: Sequence[Part], dtype: Any, tokens: int) -> None:
+    """Raise `Unsupported`, with the reason, on what the kernel cannot serve."""
+    require_jax()
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        raise Unsupported(f"activations must be bfloat16 or float16, got {jnp.dtype(dtype).name}")
+    if not 1 <= tokens <= 8:
+        raise Unsupported(f"the window must have 1 to 8 tokens, got {tokens}")
+    for part in parts:
+        if part.channels % CHUNK or part.width % _TILE:
+            raise Unsupported(
+                f"channels of a part must be a multiple of {CHUNK} and of {_TILE} a group, "
+                f"got {part.groups} x {part.width}"
+            )
+        if part.scale is not None and part.width != _LANES:
+            raise Unsupported(f"normalised vectors must have {_LANES} channels, got {part.width}")
+
+
+def convolve(
+    window: jax.Array,
+    projected: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    position: jax.Array,
+    parts: Sequence[Part],
+    *,
+    offset: int = 0,
+    interpret: Any = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """silu(convolution) of T tokens, part by part [B, G, T, width] in the projection's dtype, and the window.
+
+    window: [B, W, C] input columns, position p in column p mod W, W >= taps - 1 + T; written in place where
+    the caller donates it. projected: [B, T, P], whose channels from `offset` on are the C new ones. weight:
+    [taps, C], oldest tap first; bias: [C]. position: int32 [B], tokens of a row before these.
+    """
+    plgpu, dtype = mosaic_gpu(), projected.dtype
+    (batch, columns, channels), tokens, taps = window.shape, projected.shape[1], weight.shape[0]
+    check(parts, dtype, tokens)
+    fused = interpret is None
+    layout = plgpu.Layout.WG_STRIDED((CHUNK,), 4)
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + part.channels)
+    constants = [weight] if bias is None else [weight, bias]
+
+    def body(window: Any, projected: Any, position_in: Any, weight: Any, *rest: Any) -> None:
+        outputs = rest[len(constants) - 1 :]
+        row, first = lax.axis_index("row"), lax.axis_index("chunk") * CHUNK
+        here, position = pl.ds(first, CHUNK), position_in[row]
+
+        def load(ref: Any) -> jax.Array:
+            return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+        def slot(ahead: int) -> jax.Array:
+            return lax.rem(position + (columns + ahead), jnp.int32(columns))
+
+        past = [load(window.at[row, slot(i - (taps - 1)), here]) for i in range(taps - 1)]
+        fresh = pl.ds(offset + first, CHUNK)
+        new = [plgpu.load(projected.at[row, t, fresh], layout=layout, optimized=False) for t in range(tokens)]
+        weights = [load(weight.at[tap, here]) for tap in range(taps)]
+        shift = None if bias is None else load(rest[0].at[here])
+        for t in range(tokens):
+            window[row, slot(t), here] = new[t]
+        line = past + [x.astype(jnp.float32) for x in new]
+
+        def outputs_of(t: int) -> jax.Array:
+            total = line[t] * weights[0]
+            for tap in range(1, taps):
+                total = total + line[t + tap] * weights[tap]
+            if shift is not None:
+                total = total + shift
+            return (total / (1.0 + jnp.exp(-total))).astype(dtype)
+
+        for part, output, begin, end in zip(parts, outputs, ends, ends[1:], strict=False):
+
+            @pl.when((first >= begin) & (first < end))
+            def _(part=part, output=output, begin=begin):
+                for t in range(tokens):
+                    values = outputs_of(t)
+                    if part.scale is not None:
+                        x = values.astype(jnp.float32)
+                        factor = lax.rsqrt(_warp_sums(plgpu, layout, x * x, fused) + 1e-6)
+                        values = (x * factor * part.scale).astype(dtype)
+                    _store(plgpu, layout, output.at[row], t, values, first - begin, fused)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(
+            jax.ShapeDtypeStruct((batch, part.groups, tokens, part.width), dtype) for part in parts
+        ),
+        grid=(batch, channels // CHUNK),
+        grid_names=("row", "chunk"),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        kernel_name="convolution",
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    reference = jax.new_ref(window)
+    outputs = kernel(reference, projected, position, *constants)
+    return tuple(outputs), jax.freeze(reference)
+
+
+def _warp_sums(plgpu: Any, layout: Any, x: jax.Array, fused: bool) -> jax.Array:
+    """The sum over the 128 channels of its warp, at every channel."""
+    if not fused:
+        sums = jnp.sum(x.reshape(-1, _LANES), axis=1, keepdims=True)
+        return jnp.broadcast_to(sums, (CHUNK // _LANES, _LANES)).reshape(-1)
+
+    from jax.experimental.mosaic.gpu import FragmentedArray, utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+    )
+    def sums(_, x):
+        registers = x.registers.copy()
+        for index, register in enumerate(registers.flat):
+            total = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, register)
+            for distance in (16, 8, 4, 2, 1):
+                total = arith.addf(total, utils.shfl_bfly(total, distance))
+            registers.flat[index] = vector.broadcast(register.type, total)
+        return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return sums(x)
+
+
+def _store(
+    plgpu: Any, layout: Any, target: Any, t: int, values: jax.Array, first: jax.Array, fused: bool
+) -> None:
+    """Channels first .. first + CHUNK of token t into target [G, T, width]."""
+    _, tokens, width = target.shape
+    if not fused:
+        for start in range(0, CHUNK, _TILE):
+            channel = first + start
+            place = pl.ds(lax.rem(channel, width), _TILE)
+            target[lax.div(channel, width), t, place] = values[start : start + _TILE]
+        return
+
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    channel = first + plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
+    group = lax.div(channel, width)
+    places = channel + (group * (tokens - 1) + t) * width
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def store(_, target, values, places):
+        i64, sixteen = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(16)
+        for register, place in zip(values.registers.flat, places.registers.flat, strict=True):
+            index = vector.extract(place, dynamic_position=[], static_position=[0])
+            pointer = utils.getelementptr(utils.memref_ptr(target), [index], sixteen)
+            four = utils.bitcast(register, i64)
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [pointer, four],
+                "st.global.b64 [$0], $1;",
+                "l,l",
+                has_side_effects=True,
+            )
+
+    store(target, values, places)

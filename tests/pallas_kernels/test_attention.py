@@ -1,0 +1,78 @@
+"""The attention kernel against a float64 softmax: in the interpreter, lowered, and on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import attention, launch
+
+pytestmark = pytest.mark.skipif(
+    launch.jax_version() < launch.MINIMUM_JAX, reason="the kernels run from jax 0.11.2 on"
+)
+
+
+def draw(batch, tokens, groups, each, width, columns, dtype=jnp.bfloat16):
+    """Queries, keys, values and positions; the first rows are empty and full."""
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    q = 2 * jax.random.normal(keys[0], (batch, tokens, groups * each, width))
+    k, v = (jax.random.normal(key, (batch, groups, columns, width)) for key in keys[1:3])
+    position = jax.random.randint(keys[3], (batch,), 0, columns - tokens + 1, jnp.int32)
+    position = position.at[0].set(0).at[1].set(columns - 1)
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype), position
+
+
+def truth(q, k, v, position):
+    q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v))
+    group = q.shape[2] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = np.einsum("btnd,bnsd->bnts", q, k) * q.shape[-1] ** -0.5
+    last = np.asarray(position)[:, None] + np.arange(q.shape[1])
+    seen = np.arange(k.shape[2])[None, None, None] <= last[:, None, :, None]
+    weights = np.where(seen, np.exp(scores), 0.0)
+    return np.einsum("bnts,bnsd->btnd", weights / weights.sum(axis=-1, keepdims=True), v)
+
+
+def check(case, **options):
+    outputs = jax.jit(lambda *case: attention.attend(*case, **options))(*case)
+    wanted = truth(*case)
+    error = np.asarray(outputs.astype(jnp.float32), np.float64) - wanted
+    eps = float(jnp.finfo(case[0].dtype).eps)
+    # One rounding of the weights and one of the outputs, random in sign.
+    assert np.sqrt(np.mean(error**2) / np.mean(wanted**2)) < eps
+    assert np.abs(error).max() < 4 * eps * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "each", "dtype"),
+    [(1, 5, jnp.bfloat16), pytest.param(3, 4, jnp.float16, marks=pytest.mark.slow)],
+)
+def test_the_interpreted_kernel_is_the_softmax_over_live_columns(tokens, each, dtype):
+    case = draw(3, tokens, 2, each, 64, 150, dtype)
+    check(case, stages=2, interpret=launch.mosaic_gpu().InterpretGPUParams())
+
+
+@pytest.mark.parametrize(("tokens", "groups", "each", "width"), [(1, 8, 5, 128), (4, 4, 4, 256)])
+def test_the_kernel_lowers_to_cuda(tokens, groups, each, width):
+    case = jax.eval_shape(lambda: draw(256, tokens, groups, each, width, 640))
+    jax.jit(attention.attend).trace(*case).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize(("groups", "each", "width"), [(8, 5, 128), (4, 4, 256), (2, 8, 64)])
+def test_the_compiled_kernel_is_the_softmax_over_live_columns(groups, each, width, tokens):
+    check(draw(5, tokens, groups, each, width, 700))
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "reason"),
+    [
+        (65, 128, jnp.bfloat16, "1 to 64 query rows, got 65"),
+        (8, 96, jnp.bfloat16, "got 96"),
+        (8, 128, jnp.float32, "got float32"),
+    ],
+)
+def test_what_the_kernel_cannot_serve_is_refused_with_the_reason(rows, width, dtype, reason):
+    with pytest.raises(launch.Unsupported, match=reason):
+        attention.check(rows, width, dtype)
