@@ -18,9 +18,9 @@ GRANULE = 8
 
 @dataclasses.dataclass(frozen=True)
 class LaunchParameters:
-    """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, ring rows a copy; warpgroups of
-    a CTA of its flush kernel; tiles in flight of the flush beside the window (0: the flush kernel serves all
-    rows); whether CTAs claim their tiles, else they have equal shares."""
+    """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, rows a copy of ring keys;
+    warpgroups of a CTA of its flush kernel; tiles in flight of the flush beside the window (0: the flush
+    kernel serves all rows); whether CTAs claim their tiles, else they have equal shares."""
 
     ctas: int
     stages: int
@@ -34,12 +34,12 @@ class LaunchParameters:
 _TABLE = {
     "NVIDIA H200": {
         "mamba2": {
-            1: LaunchParameters(132, 4, granule=4, beside=1, claims=True),
-            8: LaunchParameters(264, 2, granule=4),
+            1: LaunchParameters(132, 4, beside=1, claims=True),
+            8: LaunchParameters(264, 2),
         },
         "gated_delta": {
-            1: LaunchParameters(132, 4, granule=4, beside=1, claims=True),
-            8: LaunchParameters(264, 2, granule=4, claims=True),
+            1: LaunchParameters(132, 4, beside=1, claims=True),
+            8: LaunchParameters(264, 2, claims=True),
         },
     },
 }

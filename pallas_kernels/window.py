@@ -147,7 +147,8 @@ def stream_window(
     deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
     ctas, stages = fit(deeper, lambda stages: shared_bytes((scratch, staged(stages))))
     all_tiles = geo.batch * row_tiles
-    span = chunk_tiles(tiles, stages, all_tiles // ctas)
+    # Coefficients that need a warpgroup of their own take longer than `stages` tiles.
+    span = chunk_tiles(tiles, 2 * stages if apart else stages, all_tiles // ctas)
     ctas = min(ctas, all_tiles // span if claims else all_tiles)
     if not claims:
         listed = min(geo.batch, -(-geo.batch // ctas) + 2)
@@ -397,8 +398,8 @@ def stream_window(
                 number, chunk = carry
                 if claims:
                     publish(chunk, number)
-                wait_free(number - 2)
                 issue_group(chunk, number)
+                wait_free(number - 2)
                 prepare(chunk, number)
                 plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
                 return number + 1, following(chunk)
