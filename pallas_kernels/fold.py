@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.blocks import BLOCK, Fold, block_layout, fold_block
-from pallas_kernels.launch import TILE, flushes_beside, mosaic_gpu
+from pallas_kernels.launch import TILE, Unsupported, flushes_beside, mosaic_gpu
 from pallas_kernels.new_tokens import write_outputs
 from pallas_kernels.pipeline import (
     CTA_SHARED_BYTES,
@@ -28,6 +28,7 @@ from pallas_kernels.pipeline import (
     tiled_layout,
 )
 from pallas_kernels.readout import store_row
+from pallas_kernels.rewrite import FLOAT32, Formats, Writer, decoded
 
 
 def state_layout(plgpu: Any) -> Any:
@@ -164,6 +165,7 @@ def flush_tiles(
     operands: Operands,
     workers: int,
     *,
+    formats: Formats = FLOAT32,
     beside: bool = False,
     counter: Any = None,
     interpret: Any = None,
@@ -177,7 +179,7 @@ def flush_tiles(
     """
     plgpu = mosaic_gpu()
     geometry.check()
-    options = {"claims": interpret is None, "interpret": interpret}
+    options = {"formats": formats, "claims": interpret is None, "interpret": interpret}
     one = shared_bytes(flush_work(rule, geometry, operands, **options)[0])
     workers = max(1, min(workers, CTA_SHARED_BYTES // one))
     scratch, serve, arguments = flush_work(rule, geometry, operands, workers=workers, **options)
@@ -219,6 +221,7 @@ def flush_work(
     operands: Operands,
     *,
     workers: int = 1,
+    formats: Formats = FLOAT32,
     stages: int = 2,
     granule: int = 8,
     claims: bool = False,
@@ -227,10 +230,10 @@ def flush_work(
     """Shared-memory buffers, program and arguments of the flush, for a kernel of its own or beside others.
 
     serve(references to the arguments, worker, of_all, buffers, rows, mine) takes tiles of the plan's last
-    `rows` rows; a worker is a warpgroup, `mine` its place among the `workers` of the CTA. claims: workers
-    claim tiles, since some multiprocessors get more memory bandwidth than others, else each has every
-    `of_all`-th. stages: tiles of a worker whose tokens are in shared memory (1 or 2). A tile of the state is
-    copied there while the one before is in work.
+    `rows` rows; a worker is a warpgroup, `mine` its place among the `workers` of the CTA. formats: of
+    checkpoint and copy. claims: workers claim tiles, since some multiprocessors get more memory bandwidth
+    than others, else each has every `of_all`-th. stages: tiles of a worker whose tokens are in shared memory
+    (1 or 2). A tile of the state is copied there while the one before is in work.
     """
     plgpu = mosaic_gpu()
     geo = geometry
@@ -244,6 +247,12 @@ def flush_work(
     sixteen = {jnp.dtype(x.dtype) for x in (operands.new_values, operands.new_keys, operands.reader)}
     blocks = fused and sixteen == {jnp.dtype(jnp.bfloat16)} and not geo.head_dim % BLOCK
     layout = block_layout(plgpu) if blocks else state_layout(plgpu)
+    writer = None if formats == FLOAT32 else Writer(plgpu, layout, geo.d_state, fused)
+    if writer is not None and fused and not blocks:
+        raise Unsupported(
+            "checkpoints below fp32 and copies need bfloat16 inputs and head_dim a multiple of 16"
+        )
+    extra = [x for x in (operands.scale, *operands.copy, operands.words) if x is not None]
     width = 8
 
     def staged(*shape: int, dtype: Any) -> Any:
@@ -272,6 +281,9 @@ def flush_work(
     scratch["tokens_landed"] = plgpu.Barrier(num_arrivals=copies, num_barriers=workers * stages)
 
     def serve(refs: tuple, worker: Any, of_all: int, buffers: dict, rows: Any, mine: Any = 0) -> None:
+        refs, others = refs[: len(refs) - len(extra)], list(refs[len(refs) - len(extra) :])
+        scale_ref = None if operands.scale is None else others.pop(0)
+        words_in = None if operands.words is None else others.pop()
         out, state, values_ring, keys_ring, *rest = refs
         scalar_rings, rest = rest[: rule.scalars], rest[rule.scalars :]
         values_in, keys_in, *rest = rest
@@ -357,8 +369,12 @@ def flush_work(
             if claims:
                 ticket = claim(plgpu, counts_in, total - 1)
 
+            place = block * tiles + part
+            scale = None
+            if scale_ref is not None:
+                scale = plgpu.load(scale_ref.at[place], layout=layout.reduce(1), optimized=False)
             plgpu.barrier_wait(tile_landed)
-            matrix = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
+            matrix = decoded(plgpu.load(tile, layout=layout, optimized=False), scale)
             # Every warp has read the tile, and all of the tile before, before copies overwrite them.
             synchronise(plgpu, fused)
 
@@ -389,13 +405,25 @@ def flush_work(
                     lambda j: committed(lax.rem(start + j, ring)),
                     lambda j: committed.scalars(lax.rem(start + j, ring)),
                 )
-            stored = matrix.astype(state_dtype)
+            if writer is None:
+                stored = matrix.astype(state_dtype)
 
-            @pl.when(length > 0)
-            def _():
-                state[block * tiles + part] = stored
+                @pl.when(length > 0)
+                def _():
+                    state[place] = stored
 
-            matrix = stored.astype(jnp.float32)
+                matrix = stored.astype(jnp.float32)
+            else:
+                random = None
+                if words_in is not None:
+                    first = lax.rem(place, row_tiles) * (TILE * geo.d_state)
+                    first = first + words_in[row, 1].astype(jnp.int32)
+                    random = writer.random(words_in[row, 0], first)
+                stored, matrix = writer.rewritten(formats, matrix, random)
+                kept = (state,) if scale_ref is None else (state, scale_ref)
+                write = functools.partial(writer.write, stored, (kept, tuple(others)), place)
+                pl.when(length > 0)(write)
+
             if blocks:
                 write_outputs(
                     plgpu,
@@ -475,6 +503,7 @@ def flush_work(
         operands.counts,
         *([] if operands.constants is None else [operands.constants]),
         *([] if operands.forgotten is None else [operands.forgotten]),
+        *extra,
     ]
     return scratch, serve, arguments
 

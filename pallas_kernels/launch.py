@@ -20,7 +20,8 @@ GRANULE = 8
 class LaunchParameters:
     """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, rows a copy of ring keys;
     warpgroups of a CTA of its flush kernel; tiles in flight of the flush beside the window (0: the flush
-    kernel serves all rows); whether CTAs claim their tiles, else they have equal shares."""
+    kernel serves all rows); whether CTAs claim their tiles, else they have equal shares. On coded copies:
+    rows a copy of all of the ring, tiles of a step at most, and the warpgroups that read them."""
 
     ctas: int
     stages: int
@@ -28,6 +29,8 @@ class LaunchParameters:
     flush_workers: int = 3
     beside: int = 0
     claims: bool = False
+    step: int = 0
+    workers: int = 1
 
 
 # Measured on one H200 (bench/NOTES.md): by device kind, recurrence and largest window that an entry serves.
@@ -46,13 +49,17 @@ _TABLE = {
 _DEFAULT_KIND = "NVIDIA H200"
 # A 16-bit state leaves less time for a group's coefficients: two CTAs a multiprocessor.
 _HALF_STATE = LaunchParameters(264, 2, granule=4)
+# Copies of one byte an element and less.
+_CODED = LaunchParameters(132, 3, granule=4, step=8, workers=2)
 
 
-def step_parameters(kind: str | None, recurrence: str, tokens: int, state_bytes: int = 4) -> LaunchParameters:
+def step_parameters(
+    kind: str | None, recurrence: str, tokens: int, state_bytes: float = 4
+) -> LaunchParameters:
     """Launch parameters of a step for a device kind (None or unknown: the default), recurrence, window and
     bytes of a state element."""
     if state_bytes < 4:
-        return _HALF_STATE
+        return _CODED if state_bytes < 2 else _HALF_STATE
     table = _TABLE.get(kind or _DEFAULT_KIND, _TABLE[_DEFAULT_KIND])[recurrence]
     return table[min(size for size in table if size >= tokens)]
 

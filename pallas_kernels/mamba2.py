@@ -17,11 +17,15 @@ from pallas_kernels.pipeline import (
     scale_rows,
 )
 from pallas_kernels.replay import Kernels
+from pallas_kernels.segments import by_lanes
 
 
 def _coefficients(group: Group) -> None:
     """Weights dt_s exp(A sum of later dt) (B_s . C_t), scale exp(A sum of all dt) and D of one (row,
     group)."""
+    if group.exact:
+        by_lanes(group)
+        return
     plgpu, geo = group.plgpu, group.geometry
     ring = geo.ring
     rows = row_layout(plgpu, geo.d_state, group.keys.dtype)
@@ -73,7 +77,9 @@ MAMBA2 = Recurrence(
     head_constants=2,
     shared_reader=True,
     coefficients=_coefficients,
-    scratch=lambda plgpu, geo, exact: {"products": plgpu.SMEM((geo.tokens, geo.slots), jnp.float32)},
+    scratch=lambda plgpu, geo, exact: {
+        "products": plgpu.SMEM(((2 if exact else 1) * geo.tokens, geo.slots), jnp.float32)
+    },
 )
 
 

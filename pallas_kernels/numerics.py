@@ -113,7 +113,11 @@ def hash_uint32(*words: jax.Array | int) -> jax.Array:
     Returns:
       uint32 of the broadcast shape.
     """
-    state = jnp.uint32(_HASH_STEP)
+    return hash_on(jnp.uint32(_HASH_STEP), *words)
+
+
+def hash_on(state: jax.Array, *words: jax.Array | int) -> jax.Array:
+    """Returns `hash_uint32` of more words, from its value `state` for those before."""
     for value in words:
         word = _word(value)
         shape = jnp.broadcast_shapes(state.shape, word.shape)
@@ -147,6 +151,8 @@ E2M1_MAX = 6.0
 # Products of scales and codes up to these stay below 2^128, whichever way they were rounded.
 E4M3_BOUND = E4M3_MAX * 2.0**119
 NVFP4_BOUND = E2M1_MAX * E4M3_MAX * 2.0**116
+# Exponents of the smallest numbers above zero.
+SMALLEST_E4M3, SMALLEST_E2M1 = -9, -1
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _INFINITY = 0x7F800000
 _SMALLEST_NORMAL = -126
@@ -318,8 +324,8 @@ def unpack_nibbles(packed: jax.Array) -> jax.Array:
 
 # Bits of four codes in 16: the magnitudes, then the signs. Masked shifts put a code's sign, exponent and
 # mantissa bit where a float16 has them.
-_MAGNITUDE_BITS = (9, 6, 3, 0)
-_SIGN_BITS = (15, 12, 14, 13)
+MAGNITUDE_BITS = (9, 6, 3, 0)
+SIGN_BITS = (15, 12, 14, 13)
 
 
 def _lane_order(k: int) -> tuple[int, ...]:
@@ -334,7 +340,7 @@ def to_lane_order(packed: jax.Array) -> jax.Array:
 
     Lane t of a quad holds K/8 consecutive bytes: a 32-bit word for every 32 elements, with elements
     4 t .. 4 t + 3 of two blocks of 16. Its low half has the even ones, the high half the odd ones, two a
-    block; a half is four codes with the bits of `_MAGNITUDE_BITS` and `_SIGN_BITS`. Shifts and masks make
+    block; a half is four codes with the bits of `MAGNITUDE_BITS` and `SIGN_BITS`. Shifts and masks make
     each position a pair of float16 of one block, as a matrix product of 16 elements takes it.
 
     Args:
@@ -348,8 +354,8 @@ def to_lane_order(packed: jax.Array) -> jax.Array:
     word = jnp.zeros((*rows, half // 16, 4, 2), jnp.uint32)
     for position in range(4):
         code = codes[..., position // 2, :, position % 2, :]
-        word = word | ((code & jnp.uint32(7)) << jnp.uint32(_MAGNITUDE_BITS[position]))
-        word = word | ((code >> jnp.uint32(3)) << jnp.uint32(_SIGN_BITS[position]))
+        word = word | ((code & jnp.uint32(7)) << jnp.uint32(MAGNITUDE_BITS[position]))
+        word = word | ((code >> jnp.uint32(3)) << jnp.uint32(SIGN_BITS[position]))
     word = jnp.swapaxes(word, -3, -2)
     both = jnp.stack([word & jnp.uint32(0xFF), word >> jnp.uint32(8)], axis=-1)
     return both.astype(jnp.uint8).reshape(packed.shape)
@@ -364,7 +370,7 @@ def from_lane_order(ordered: jax.Array) -> jax.Array:
     codes = [
         ((word >> jnp.uint32(magnitude)) & jnp.uint32(7))
         | (((word >> jnp.uint32(sign)) & jnp.uint32(1)) << jnp.uint32(3))
-        for magnitude, sign in zip(_MAGNITUDE_BITS, _SIGN_BITS, strict=True)
+        for magnitude, sign in zip(MAGNITUDE_BITS, SIGN_BITS, strict=True)
     ]
     blocks = jnp.stack([jnp.stack(codes[:2], axis=-2), jnp.stack(codes[2:], axis=-2)], axis=-4)
     return pack_nibbles(blocks.reshape(*rows, 2 * half))

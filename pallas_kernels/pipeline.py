@@ -313,8 +313,12 @@ class Operands:
 
     out: reference [B, T, G, tiles, 64]; state [B*G*tiles, 64, K]; values, keys, scalars: rings as references;
     new_*: the call's tokens; cursor int32 [B, 4] rows of (row, start, length, 0), rows that only read first;
-    counts int32 [2]: such rows, and those that flush (None for an eager step of all rows); forgotten int32
-    [B*G]: bit i is set where tile i of the group's state is not read but taken for zero; None: all are read.
+    counts int32 [3]: such rows, those that flush, and a counter (None for an eager step of all rows);
+    forgotten int32 [B*G]: bit i is set where tile i of the group's state is not read but taken for zero;
+    None: all are read.
+    scale: reference [B*G*tiles, 64] where the state is fp8_e4m3 codes. copy: references to the parts of a
+    copy for reads, by tiles. words: uint32 [B, 2] of stochastic rounding: the hash up to the element, and the
+    place of the first.
     """
 
     out: Any
@@ -330,3 +334,6 @@ class Operands:
     cursor: jax.Array | None
     counts: jax.Array | None
     forgotten: jax.Array | None = None
+    scale: Any = None
+    copy: tuple = ()
+    words: jax.Array | None = None

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import launch
+from pallas_kernels.coded_window import stream_coded_window
 from pallas_kernels.eager import eager_tiles
 from pallas_kernels.fold import TokenRule, flush_tiles, flush_work
 from pallas_kernels.pipeline import TILE, Geometry, Operands, Recurrence
+from pallas_kernels.rewrite import FLOAT32, Formats, by_tiles
 from pallas_kernels.window import stream_window
 
 Ring = tuple[jax.Array, ...]
@@ -144,6 +146,45 @@ class Kernels:
         call.window(self.window_rule, plan, parameters, counter, self.token_rule, **options)
         return call.outputs(), call.state(), call.ring()
 
+    def stored_step(
+        self,
+        checkpoint: tuple,
+        copy: tuple | None,
+        ring: Ring,
+        new: Ring,
+        reader: jax.Array,
+        constants: jax.Array | None,
+        plan: tuple[jax.Array, jax.Array],
+        formats: Formats,
+        words: jax.Array | None = None,
+        *,
+        out_dtype: Any = jnp.float32,
+        parameters: launch.LaunchParameters | None = None,
+        interpret: Any = None,
+    ) -> tuple[jax.Array, tuple, tuple | None, Ring]:
+        """`step` with a checkpoint and a copy for reads in other formats than float32.
+
+        checkpoint, copy: the arrays of a stored state: one [B, H, V, K]; or codes uint8 [B, H, V, bytes of a
+        row], nvfp4 in lane order (`numerics.to_lane_order`), scale float32 [B, H, V] and, for nvfp4, block
+        scales uint8 [B, H, V, K / 16]. copy: None where formats.read is None. words: uint32 [B, 2] for
+        stochastic rounding: the row's hash up to the element, and the place of the first.
+        Returns outputs, checkpoint, copy and ring. Rows that do not flush read the copy where there is one.
+        """
+        formats.check()
+        options = {"writes_state": True, "formats": formats, "copy": copy, "words": words}
+        call = _Call(checkpoint, ring, new, reader, constants, out_dtype, **options)
+        formats.check_sizes(call.geometry)
+        parameters = parameters or launch.step_parameters(
+            None, self.name, call.geometry.tokens, formats.read_bits / 8
+        )
+        alone = parameters.beside > 0 and call.geometry.batch <= launch.ONE_LAUNCH_ROWS
+        if not alone:
+            options = {"beside": parameters.beside > 0, "interpret": interpret}
+            call.flush(self.token_rule, plan, parameters.flush_workers, **options)
+        options = {"alone": alone, "interpret": interpret}
+        call.window(self.window_rule, plan, parameters, None, self.token_rule, **options)
+        return call.outputs(), call.checkpoint(), call.copy(), call.ring()
+
 
 def forgotten_tiles(heads: jax.Array, geometry: Geometry) -> jax.Array:
     """`Operands.forgotten`, int32 [B*G]: bits of the tiles all of whose rows belong to heads that are set.
@@ -162,7 +203,7 @@ class _Call:
 
     def __init__(
         self,
-        state: jax.Array,
+        state: jax.Array | tuple,
         ring: Ring | None,
         new: Ring,
         reader: jax.Array,
@@ -170,8 +211,12 @@ class _Call:
         out_dtype: Any,
         *,
         writes_state: bool = False,
+        formats: Formats = FLOAT32,
+        copy: tuple | None = None,
+        words: jax.Array | None = None,
     ) -> None:
         launch.require_jax()
+        state, *scale = state if isinstance(state, tuple) else (state,)
         copies, (batch, heads, head_dim, d_state) = math.prod(state.shape[:-4]), state.shape[-4:]
         groups, tokens = new[0].shape[1:3]
         slots = launch.GRANULE if ring is None else ring[0].shape[2]
@@ -197,7 +242,15 @@ class _Call:
             "new_scalars": tuple(new[2:]),
             "reader": reader.reshape(blocks, tokens, d_state),
             "constants": constants,
+            "words": words,
         }
+        self.formats = formats
+        self.stored = (state, *scale), copy
+        if scale:
+            self.operands["scale"] = jax.new_ref(scale[0].reshape(blocks * tiles, TILE))
+        if copy is not None and formats.read is not None:
+            views = by_tiles(formats.read, copy, blocks * tiles)
+            self.operands["copy"] = tuple(map(jax.new_ref, views))
 
     def parameters(self, given: launch.LaunchParameters | None, name: str) -> launch.LaunchParameters:
         itemsize = self.operands["state"].dtype.itemsize
@@ -218,15 +271,21 @@ class _Call:
         operands = Operands(**self.operands, cursor=cursor, counts=counts)
         beside = None
         if flush is not None and parameters.beside:
-            work = flush_work(flush, self.geometry, operands, stages=parameters.beside, interpret=interpret)
-            beside = work[:2]
+            kept = {"formats": self.formats, "stages": parameters.beside, "interpret": interpret}
+            beside = flush_work(flush, self.geometry, operands, **kept)[:2]
         options = {"beside": beside, "alone": alone, "interpret": interpret}
+        read = self.formats.read or self.formats.recurrence
+        if read in ("fp8_e4m3", "nvfp4"):
+            stream_coded_window(rule, self.geometry, operands, read, parameters, **options)
+            return
+        if operands.copy:
+            operands = dataclasses.replace(operands, state=operands.copy[0])
         stream_window(rule, self.geometry, operands, parameters, counter, **options)
 
     def flush(self, rule: TokenRule, plan: tuple, workers: int, **options: Any) -> None:
         cursor, counts = plan
         operands = Operands(**self.operands, cursor=cursor, counts=counts)
-        flush_tiles(rule, self.geometry, operands, workers, **options)
+        flush_tiles(rule, self.geometry, operands, workers, formats=self.formats, **options)
 
     def eager(self, rule: TokenRule, plan: tuple, ctas: int, **options: Any) -> None:
         cursor, counts = plan
@@ -239,6 +298,19 @@ class _Call:
 
     def state(self) -> jax.Array:
         return jax.freeze(self.operands["state"]).reshape(self.shapes[0])
+
+    def checkpoint(self) -> tuple:
+        """Arrays of the stored checkpoint."""
+        if "scale" not in self.operands:
+            return (self.state(),)
+        return self.state(), jax.freeze(self.operands["scale"]).reshape(self.stored[0][1].shape)
+
+    def copy(self) -> tuple | None:
+        """Arrays of the copy for reads."""
+        if self.stored[1] is None:
+            return None
+        pairs = zip(self.operands["copy"], self.stored[1], strict=True)
+        return tuple(jax.freeze(ref).reshape(part.shape) for ref, part in pairs)
 
     def ring(self) -> Ring:
         refs = (self.operands["values"], self.operands["keys"], *self.operands["scalars"])

@@ -1,6 +1,7 @@
 """Which backend serves a cache, and the calls into the GPU kernels."""
 
 import dataclasses
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.parts import Part
 from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig, EagerConfig, ReplayConfig
+from replayssm_jax.precision import Stored, format_of
 
 logger = logging.getLogger(__name__)
 
@@ -18,16 +20,18 @@ KERNELS = {"mamba2": "pallas_kernels.mamba2", "gated_delta": "pallas_kernels.gat
 _logged: set[str] = set()
 
 
-def resolve(method: DecodingConfig, specs: Sequence[Any], batch: int) -> DecodingConfig:
+def resolve(
+    method: DecodingConfig, specs: Sequence[Any], batch: int, dtype: Any = jnp.bfloat16
+) -> DecodingConfig:
     """The same configuration with the backend that will serve it: "xla" or "pallas".
 
-    specs: a model's layer specs. "auto" takes the kernels where they can serve every recurrent layer, else
-    the portable backend, and logs each reason once. Raises ValueError when "pallas" is asked for and cannot
-    be served.
+    specs: a model's layer specs. dtype: of its activations. "auto" takes the kernels where they can serve
+    every recurrent layer, else the portable backend, and logs each reason once. Raises ValueError when
+    "pallas" is asked for and cannot be served.
     """
     if method.implementation == "xla":
         return method
-    reason = device_refusal() or format_refusal(method) or size_refusal(method, specs, batch)
+    reason = device_refusal() or format_refusal(method, dtype) or size_refusal(method, specs, batch)
     if reason is None:
         return dataclasses.replace(method, implementation="pallas")
     if method.implementation == "pallas":
@@ -78,13 +82,32 @@ def device_refusal() -> str | None:
     return None
 
 
-def format_refusal(method: DecodingConfig) -> str | None:
-    """Why the GPU kernels cannot serve the state's formats; None when they can."""
-    if isinstance(method, ReplayConfig) and (method.recurrence, method.read) != ("fp32", "fp32"):
-        return (
-            "the Pallas kernels keep and read the state in fp32, not with "
-            f'recurrence="{method.recurrence}" and read="{method.read}"'
-        )
+def _formats(method: DecodingConfig) -> Any:
+    """The kernels' formats of a configuration whose state is not float32 alone, else None."""
+    from pallas_kernels.rewrite import Formats
+
+    if not isinstance(method, ReplayConfig) or (method.recurrence, method.read) == ("fp32", "fp32"):
+        return None
+    read = None if method.read == method.recurrence else method.read
+    return Formats(method.recurrence, read, method.rounding == "stochastic")
+
+
+def format_refusal(method: DecodingConfig, dtype: Any = jnp.bfloat16) -> str | None:
+    """Why the GPU kernels cannot serve the state's formats with activations of `dtype`; None when they
+    can."""
+    from pallas_kernels import launch
+
+    formats = _formats(method)
+    if formats is None:
+        return None
+    try:
+        formats.check()
+    except launch.Unsupported as error:
+        return str(error)
+    if isinstance(method, ReplayConfig) and method.skip_forgotten != "off":
+        return "the kernels skip reads of forgotten heads with a state in fp32 only"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"the kernels serve states below fp32 with bfloat16 activations, not with {jnp.dtype(dtype)}"
     return None
 
 
@@ -101,7 +124,7 @@ def size_refusal(method: DecodingConfig, specs: Sequence[Any], batch: int) -> st
     from pallas_kernels import launch
     from pallas_kernels.pipeline import Geometry
 
-    slots = ring_slots(dataclasses.replace(method, implementation="pallas"))
+    slots, formats = ring_slots(dataclasses.replace(method, implementation="pallas")), _formats(method)
     for spec in specs:
         name = getattr(spec, "recurrence", None)
         if name is None:
@@ -111,6 +134,8 @@ def size_refusal(method: DecodingConfig, specs: Sequence[Any], batch: int) -> st
         geometry = Geometry(batch, spec.groups, spec.heads, spec.head_dim, spec.d_state, slots, method.window)
         try:
             importlib.import_module(KERNELS[name]).KERNELS.check(geometry)
+            if formats is not None:
+                formats.check_sizes(geometry)
         except launch.Unsupported as error:
             return str(error)
     return None
@@ -152,6 +177,43 @@ def kernel_step(
     forgotten: bool [B, H], heads whose checkpoint is taken for zero, None to read all.
     """
     return _kernel_step(state, ring, inputs, reader, heads, plan, forgotten, recurrence=recurrence)
+
+
+def stored_kernel_step(
+    recurrence: str,
+    checkpoint: Stored,
+    copy: Stored | None,
+    ring: Any,
+    inputs: Any,
+    reader: jax.Array,
+    heads: Any,
+    plan: Any,
+    words: jax.Array | None,
+) -> tuple[jax.Array, Stored, Stored | None, Any]:
+    """`kernel_step` of a checkpoint or a copy below float32: (outputs, checkpoint, copy, ring).
+
+    words: from `flush.kernel_words`, None for rounding to nearest.
+    """
+    return _stored_kernel_step(
+        checkpoint, copy, ring, inputs, reader, heads, plan, words, recurrence=recurrence
+    )
+
+
+@functools.partial(jax.jit, static_argnames="recurrence")
+def _stored_kernel_step(checkpoint, copy, ring, inputs, reader, heads, plan, words, *, recurrence: str):
+    from pallas_kernels.rewrite import Formats
+
+    kernels = importlib.import_module(KERNELS[recurrence]).KERNELS
+    formats = Formats(format_of(checkpoint), None if copy is None else format_of(copy), words is not None)
+    constants = jnp.stack(jax.tree.leaves(heads)) if jax.tree.leaves(heads) else None
+    kept = tuple(jax.tree.leaves(checkpoint)), None if copy is None else tuple(jax.tree.leaves(copy))
+    fields, new = tuple(jax.tree.leaves(ring)), tuple(jax.tree.leaves(inputs))
+    outputs, *kept, fields = kernels.stored_step(*kept, fields, new, reader, constants, plan, formats, words)
+    stored = [
+        jax.tree.unflatten(jax.tree.structure(old), new or ())
+        for old, new in zip((checkpoint, copy), kept, strict=True)
+    ]
+    return outputs, *stored, jax.tree.unflatten(jax.tree.structure(ring), fields)
 
 
 def _step(state, ring, inputs, reader, heads, plan, forgotten, *, recurrence: str):

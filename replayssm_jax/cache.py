@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 from pallas_kernels.numerics import hash_uint32
 from replayssm_jax.backend import resolve, ring_slots
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
-from replayssm_jax.precision import Stored, decode, zeros
+from replayssm_jax.precision import Scaled, Stored, decode, in_order, zeros
 from replayssm_jax.recurrence import RECURRENCES
 
 
@@ -159,6 +159,8 @@ def _layer(spec: LayerSpec, heads, index: int, batch: int, max_length: int, repl
     if isinstance(replay, ReplayConfig):
         recurrence = replay.recurrence
         copy = None if replay.read == recurrence else zeros(shape, replay.read)
+        if isinstance(copy, Scaled) and replay.implementation == "pallas":
+            copy = in_order(copy, lanes=True)
         ring = RECURRENCES[spec.recurrence].zeros(
             batch,
             ring_slots(replay),
@@ -211,7 +213,7 @@ def init_cache(
     for name, value in (("batch", batch), ("max_length", max_length)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
-    replay = resolve(_method(replay), specs, int(batch))
+    replay = resolve(_method(replay), specs, int(batch), dtype)
     _check_skips(replay, specs)
     flush_at = jnp.asarray(_checked_flush_at(flush_at, batch, replay), jnp.int32)
     sizes = {"specs": specs, "batch": int(batch), "max_length": int(max_length), "replay": replay}
@@ -289,7 +291,7 @@ def cache_bytes(
     specs: tuple[LayerSpec, ...], max_length: int, replay: DecodingConfig | None, dtype
 ) -> dict[str, int]:
     """Bytes a sequence of the cache's buffers: keys checkpoint, copy, ring, conv, kv and total."""
-    method = resolve(_method(replay), specs, 1)
+    method = resolve(_method(replay), specs, 1, dtype)
     layers = jax.eval_shape(
         lambda: tuple(_layer(spec, None, 0, 1, max_length, method, dtype) for spec in specs)
     )

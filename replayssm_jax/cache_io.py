@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from replayssm_jax.backend import device_refusal
 from replayssm_jax.cache import AttentionLayer, Cache, Reach, RecurrentLayer, check_usable
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
-from replayssm_jax.precision import Scaled, Stored
+from replayssm_jax.precision import Scaled, Stored, in_order
 from replayssm_jax.recurrence import RECURRENCES
 
 SCHEMA_VERSION = 4
@@ -53,6 +53,7 @@ def _arrays(cache: Cache) -> dict[str, jax.Array]:
 def _stored_arrays(name: str, stored: Stored) -> dict[str, Any]:
     if not isinstance(stored, Scaled):
         return {name: stored}
+    stored = in_order(stored, lanes=False)
     return {f"{name}.{part}": getattr(stored, part) for part in _SCALED if getattr(stored, part) is not None}
 
 
@@ -165,12 +166,13 @@ def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array], replay: D
         parts = part(f"{name}.")
         if not parts:
             return arrays.get(f"layers.{index}.{name}")
-        return Scaled(
+        saved = Scaled(
             codes=parts["codes"],
             scale=parts["scale"],
             block_scale=parts.get("block_scale"),
             format=format,
         )
+        return in_order(saved, lanes=name == "copy" and replay.implementation == "pallas")
 
     recurrence = RECURRENCES[kind]
     ring, reach = part("ring."), part("reach.")

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from replayssm_jax.cache import RecurrentLayer
 from replayssm_jax.forgotten import without
-from replayssm_jax.precision import decode, encode, format_of, row_random
+from replayssm_jax.precision import decode, encode_like, format_of, row_random, row_words
 from replayssm_jax.sharding import HEADS
 
 if TYPE_CHECKING:
@@ -90,13 +90,12 @@ def rewrite(
 
     state: the other rows hold their checkpoint. segment: brings the seeds where the rounding is stochastic.
     """
-    recurrence = format_of(layer.checkpoint)
-    if recurrence == "fp32" and layer.copy is None:
+    if format_of(layer.checkpoint) == "fp32" and layer.copy is None:
         return replace(layer, checkpoint=state)
     # Or XLA may compute the state twice, with other bits, for the checkpoint and for the copy.
     state = jax.lax.optimization_barrier(state)
-    checkpoint = encode(state, recurrence, _random(layer, state, start, segment))
-    copy = None if layer.copy is None else encode(decode(checkpoint), format_of(layer.copy))
+    checkpoint = encode_like(state, layer.checkpoint, _random(layer, state, start, segment))
+    copy = None if layer.copy is None else encode_like(decode(checkpoint), layer.copy)
 
     def chosen(new: Array, old: Array) -> Array:
         return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
@@ -110,10 +109,26 @@ def _random(
 ) -> UInt32[Array, "B H V K"] | None:
     if segment.seed is None:
         return None
-    first = 0
-    if segment.mesh is not None and HEADS in segment.mesh.shape:
-        first = jax.lax.axis_index(HEADS) * (state.size // state.shape[0])
+    first = _first_element(state.size // state.shape[0], segment)
     return row_random(segment.seed, layer.index, start, state.shape[1:], first)
+
+
+def _first_element(size: int, segment: "Segment") -> Int32[Array, ""] | int:
+    """Place in a row's whole state of the first of the `size` elements that this device holds."""
+    if segment.mesh is not None and HEADS in segment.mesh.shape:
+        return jax.lax.axis_index(HEADS) * size
+    return 0
+
+
+def kernel_words(layer: RecurrentLayer, segment: "Segment") -> UInt32[Array, "B 2"] | None:
+    """What the GPU kernels need of a row for the random words of `rewrite`: the hash of all but the element's
+    place, and the first place."""
+    if segment.seed is None:
+        return None
+    elements = jax.tree.leaves(layer.checkpoint)[0]
+    first = _first_element(elements.size // elements.shape[0], segment)
+    words = row_words(segment.seed, layer.index, segment.start)
+    return jnp.stack([words, jnp.broadcast_to(jnp.asarray(first).astype(jnp.uint32), words.shape)], axis=1)
 
 
 def read_source(layer: RecurrentLayer, flushed: Bool[Array, " B"]) -> Float32[Array, "B H V K"]:

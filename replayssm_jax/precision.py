@@ -7,7 +7,7 @@ order. Finite numbers never become NaN or infinite; inputs below 2^-126 count as
 infinite in bf16 and fp16 and become NaN in fp8_e4m3; in nvfp4 they, like NaN, make their block NaN.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ _NARROW = {
     "bf16": (numerics.BFLOAT16, jnp.bfloat16),
     "fp16": (numerics.FLOAT16, jnp.float16),
 }
-_SMALLEST_E4M3, _SMALLEST_E2M1 = -9, -1  # exponents
 
 
 @jax.tree_util.register_dataclass
@@ -31,13 +30,15 @@ class Scaled:
     """Codes with their scales.
 
     codes: E4M3 uint8 [..., K], or two E2M1 nibbles a byte [..., K/2], the even element in the low nibble.
-    scale: float32 [...]. block_scale: E4M3 codes [..., ceil(K / 16)] of nvfp4, else None.
+    scale: float32 [...]. block_scale: E4M3 codes [..., ceil(K / 16)] of nvfp4, else None. lanes: the bits of
+    E2M1 codes are in the order in which the GPU kernels read them (`numerics.to_lane_order`).
     """
 
     codes: UInt8[Array, "..."]
     scale: Float32[Array, "..."]
     block_scale: UInt8[Array, "..."] | None
     format: str = field(metadata={"static": True})
+    lanes: bool = field(default=False, metadata={"static": True})
 
 
 Stored = Array | Scaled
@@ -67,7 +68,12 @@ def row_random(
     for axis in shape:
         size *= axis
     element = jnp.asarray(first).astype(jnp.uint32) + jnp.arange(size, dtype=jnp.uint32).reshape(1, *shape)
-    return numerics.hash_uint32(seed.reshape(row), layer, start.reshape(row), element)
+    return numerics.hash_on(row_words(seed, layer, start).reshape(row), element)
+
+
+def row_words(seed: UInt32[Array, " B"], layer: int, start: Int32[Array, " B"]) -> UInt32[Array, " B"]:
+    """The hash of all that the random words of a row share."""
+    return numerics.hash_uint32(seed, layer, start)
 
 
 def encode(x: Float32[Array, "... K"], format: str, random: UInt32[Array, "... K"] | None = None) -> Stored:
@@ -90,7 +96,7 @@ def encode(x: Float32[Array, "... K"], format: str, random: UInt32[Array, "... K
 def _encode_e4m3(x: Float32[Array, "... K"], random: UInt32[Array, "... K"] | None) -> Scaled:
     x = numerics.bounded(x, numerics.E4M3_BOUND)
     largest = jnp.max(numerics.finite_magnitude(x), axis=-1, keepdims=True)
-    scale, inverse = numerics.power_of_two_scale(largest, numerics.E4M3_MAX, _SMALLEST_E4M3)
+    scale, inverse = numerics.power_of_two_scale(largest, numerics.E4M3_MAX, numerics.SMALLEST_E4M3)
     scaled = x * jnp.broadcast_to(inverse, x.shape)
     codes = numerics.encode_float(scaled, numerics.E4M3, random).astype(jnp.uint8)
     return Scaled(codes=codes, scale=scale[..., 0], block_scale=None, format="fp8_e4m3")
@@ -110,7 +116,8 @@ def _encode_nvfp4(x: Float32[Array, "... K"], random: UInt32[Array, "... K"] | N
     x = numerics.bounded(x, numerics.NVFP4_BOUND)
     largest = jnp.max(numerics.finite_magnitude(x), axis=-1, keepdims=True)
     limit = numerics.E2M1_MAX * numerics.E4M3_MAX
-    scale, inverse = numerics.power_of_two_scale(largest, limit, _SMALLEST_E2M1 + _SMALLEST_E4M3)
+    smallest = numerics.SMALLEST_E2M1 + numerics.SMALLEST_E4M3
+    scale, inverse = numerics.power_of_two_scale(largest, limit, smallest)
     scaled = _in_blocks(x * jnp.broadcast_to(inverse, x.shape))
     block = jnp.max(numerics.finite_magnitude(scaled), axis=-1, keepdims=True)
     broken = jnp.any(numerics.not_finite(scaled), axis=-1, keepdims=True)
@@ -130,11 +137,28 @@ def decode(stored: Stored) -> Float32[Array, "... K"]:
     if stored.format == "fp8_e4m3":
         values = numerics.decode_e4m3(stored.codes.astype(jnp.uint32))
         return values * jnp.broadcast_to(stored.scale[..., None], values.shape)
+    stored = in_order(stored, lanes=False)
     assert stored.block_scale is not None
     values = numerics.decode_e2m1(numerics.unpack_nibbles(stored.codes).astype(jnp.uint32))
     blocks = numerics.decode_e4m3(stored.block_scale.astype(jnp.uint32))
     scales = jnp.repeat(blocks, BLOCK, axis=-1)[..., : values.shape[-1]]
     return values * scales * jnp.broadcast_to(stored.scale[..., None], values.shape)
+
+
+def in_order(stored: Scaled, *, lanes: bool) -> Scaled:
+    """The same codes with their bits in the order of the GPU kernels' lanes, or in that of `encode`."""
+    if stored.lanes == lanes or stored.format != "nvfp4":
+        return stored
+    order = numerics.to_lane_order if lanes else numerics.from_lane_order
+    return replace(stored, codes=order(stored.codes), lanes=lanes)
+
+
+def encode_like(x: Float32[Array, "... K"], stored: Stored, random: UInt32[Array, "... K"] | None = None):
+    """`encode` in the format of `stored`, with its order of bits."""
+    new = encode(x, format_of(stored), random)
+    if not isinstance(new, Scaled) or not isinstance(stored, Scaled):
+        return new
+    return in_order(new, lanes=stored.lanes)
 
 
 def zeros(shape: tuple[int, ...], format: str) -> Stored:

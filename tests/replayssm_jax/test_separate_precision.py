@@ -300,7 +300,11 @@ def test_nvfp4_needs_an_even_d_state():
 
 def test_the_kernels_say_which_formats_they_cannot_serve(monkeypatch):
     monkeypatch.setattr(backend, "device_refusal", lambda: None)
-    asked = dataclasses.replace(SEPARATE, implementation="pallas")
-    with pytest.raises(ValueError, match='state in fp32, not with recurrence="fp32" and read="nvfp4"'):
-        backend.resolve(asked, [], 1)
-    assert backend.resolve(SEPARATE, [], 1).implementation == "xla"
+    shared = method("nvfp4", "nvfp4")
+    with pytest.raises(ValueError, match="keep no checkpoint in nvfp4"):
+        backend.resolve(dataclasses.replace(shared, implementation="pallas"), [], 1)
+    assert backend.resolve(shared, [], 1).implementation == "xla"
+    for served in (SEPARATE, STOCHASTIC, method("fp16", "fp16", "stochastic")):
+        assert backend.resolve(served, [], 1).implementation == "pallas"
+        with pytest.raises(ValueError, match="bfloat16 activations, not with float32"):
+            backend.resolve(dataclasses.replace(served, implementation="pallas"), [], 1, jnp.float32)

@@ -1,0 +1,486 @@
+"""The window kernel on a coded copy of the state: E4M3, or E2M1 with block scales.
+
+Outputs are those of `window.py`. A copy has a fourth or an eighth of a float32 state's bytes, so here what
+counts is work a tile: one warpgroup issues the copies, several tiles a step, another computes coefficients;
+the others read tiles, each warp its own, and no two warps ever wait for each other.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import coded, numerics
+from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
+from pallas_kernels.pipeline import (
+    Geometry,
+    Group,
+    Operands,
+    Recurrence,
+    fit,
+    granule_live,
+    pin_plain,
+    shared_bytes,
+)
+
+
+class Chunk(NamedTuple):
+    """Steps of one group in a CTA's share: the first one's number, the row's cursor, the group, its first
+    tile, and how many steps (0: no more)."""
+
+    first: jax.Array
+    row: jax.Array
+    start: jax.Array
+    length: jax.Array
+    group: jax.Array
+    tile: jax.Array
+    count: jax.Array
+
+
+def step_tiles(tiles: int, most: int) -> int:
+    """Tiles of a step: the largest divisor of a group's tiles up to `most`."""
+    return max(size for size in range(1, most + 1) if tiles % size == 0)
+
+
+def stream_coded_window(
+    recurrence: Recurrence,
+    geometry: Geometry,
+    operands: Operands,
+    format: str,
+    launch: LaunchParameters,
+    *,
+    beside: tuple[dict, Callable[..., None]] | None = None,
+    alone: bool = False,
+    interpret: Any = None,
+) -> None:
+    """As `window.stream_window`, from operands.copy, or the checkpoint where there is none, in `format`."""
+    plgpu = mosaic_gpu()
+    geometry.check()
+    recurrence.check(geometry)
+    geo, fused = geometry, interpret is None
+    ring, tokens, tiles, groups = geo.ring, geo.tokens, geo.tiles, geo.groups
+    codes = coded.Codes(format, geo.d_state)
+    size = step_tiles(tiles, launch.step)
+    group_steps = tiles // size
+    row_steps = groups * group_steps
+    granule, granules = launch.granule, ring // launch.granule
+    has_constants = operands.constants is not None
+    shared = recurrence.shared_reader
+    exact = fused and jnp.dtype(operands.new_keys.dtype) == jnp.dtype(operands.reader.dtype) == jnp.bfloat16
+    compact = exact and recurrence.compact
+    weight_heads = geo.group_heads if compact else geo.head_slots
+    parts = coded.reader_parts(operands.reader.dtype if shared else jnp.float32)
+    readers = coded.Readers(tokens, parts)
+    workers = launch.workers
+    program = coded.Step(codes, readers, geo, size, 4 * workers, weight_heads, shared)
+    value_dtype = operands.new_values.dtype
+    stored: tuple = operands.copy or (operands.state, operands.scale)
+    extra = [x for x in (operands.scale, *operands.copy, operands.words) if x is not None]
+
+    def staged(stages: int) -> dict:
+        return {
+            "codes": plgpu.SMEM((stages, size, *stored[0].shape[1:]), jnp.uint8),
+            "scales": plgpu.SMEM((stages, size, *stored[2].shape[1:]), jnp.uint8) if codes.scaled else None,
+            "row_scales": plgpu.SMEM((stages, size, TILE), jnp.float32),
+            "values": plgpu.SMEM((stages, ring + tokens, size, TILE), value_dtype),
+        }
+
+    reader_heads = 1 if shared else geo.group_heads
+    scratch = {
+        "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
+        "reader": plgpu.SMEM((tokens, geo.d_state), operands.reader.dtype),
+        "scalars": tuple(
+            plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
+        ),
+        "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
+        "constants": plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
+        if has_constants
+        else None,
+        "readers": None if shared else plgpu.SMEM((tokens, geo.group_heads, geo.d_state), jnp.float32),
+        "weights": plgpu.SMEM((2, tokens, weight_heads, geo.slots), jnp.float32),
+        "scale": plgpu.SMEM((2, tokens, geo.head_slots), jnp.float32) if shared else None,
+        "packed": plgpu.SMEM(
+            (2, reader_heads, readers.vectors, geo.d_state), jnp.float16 if fused else jnp.float32
+        ),
+        "factors": plgpu.SMEM((2, reader_heads, tokens), jnp.float32),
+        "sums": plgpu.SMEM((4 * workers, tokens, TILE), jnp.float32),
+        "extra": recurrence.scratch(plgpu, geo, exact),
+        "group_barrier": plgpu.Barrier(
+            num_arrivals=granules + 2 + 3 * recurrence.scalars + (1 if has_constants else 0)
+        ),
+        "ready": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        "free": plgpu.Barrier(num_arrivals=workers, num_barriers=2),
+        "cursor_barrier": plgpu.Barrier(num_arrivals=1),
+    }
+    if beside is not None:
+        scratch["beside"] = beside[0]
+    ctas, stages = fit(launch, lambda stages: shared_bytes((scratch, staged(stages))))
+    ctas = min(ctas, geo.batch * row_steps)
+    listed = min(geo.batch, -(-geo.batch // ctas) + 2)
+    scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
+    scratch |= staged(stages)
+    step_copies = 3 + codes.scaled + granules
+    scratch["landed"] = plgpu.Barrier(num_arrivals=step_copies, num_barriers=stages)
+    scratch["emptied"] = plgpu.Barrier(num_arrivals=workers, num_barriers=stages)
+
+    arguments = [
+        operands.out,
+        operands.state,
+        operands.values,
+        operands.keys,
+        *operands.scalars,
+        operands.new_values,
+        operands.new_keys,
+        *operands.new_scalars,
+        operands.reader,
+        operands.cursor,
+        operands.counts,
+        *([operands.constants] if has_constants else []),
+        *extra,
+    ]
+
+    def body(*refs: Any, **buffers: Any) -> None:
+        smem = types.SimpleNamespace(**buffers)
+        by_operand = dict(zip(map(id, arguments), refs, strict=True))
+        codes_in, row_scales_in, *block_scales_in = (by_operand[id(part)] for part in stored)
+        out, _, values_ring, keys_ring, *rest = refs[: len(refs) - len(extra)]
+        scalar_rings, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
+        values_in, keys_in, *rest = rest
+        scalars_in, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
+        reader_in, cursor_in, counts_in, *constants_in = rest
+        if fused:
+            others = (
+                "cursor",
+                "beside",
+                "group_barrier",
+                "cursor_barrier",
+                "ready",
+                "free",
+                "landed",
+                "emptied",
+            )
+            plain = {name: buffer for name, buffer in buffers.items() if name not in others}
+            pin_plain(plgpu, jax.tree.leaves(plain))
+
+        cta = lax.axis_index("cta")
+        total = counts_in[0] * row_steps
+        begin, end = lax.div(cta * total, ctas), lax.div((cta + 1) * total, ctas)
+        first_row = jnp.minimum(lax.div(begin, row_steps), geo.batch - listed)
+        fresh = pl.ds(ring, tokens)
+
+        def chunk_at(first: jax.Array) -> Chunk:
+            """The chunk of the CTA's share that begins with step `first`."""
+            count = jnp.maximum(jnp.minimum(end, (lax.div(first, group_steps) + 1) * group_steps) - first, 0)
+            at = jnp.minimum(lax.div(first, row_steps) - first_row, listed - 1)
+            row, start, length = (smem.cursor[at, i] for i in range(3))
+            within = lax.rem(first, row_steps)
+            group, step = lax.div(within, group_steps), lax.rem(within, group_steps)
+            return Chunk(first, row, start, length, group, step * size, count)
+
+        def wait(barriers: Any, count: int, number: jax.Array) -> None:
+            """Until the use number `number`, if there was one, of `count` buffers in turn is over."""
+
+            @pl.when(number >= 0)
+            def _():
+                plgpu.barrier_wait(barriers.at[lax.rem(number, count)])
+
+        def opening() -> Chunk:
+            plgpu.barrier_wait(smem.cursor_barrier)
+            return chunk_at(begin)
+
+        def aligned_head(group: jax.Array) -> jax.Array:
+            return lax.div(group * geo.group_heads, 4) * 4
+
+        def skip(wanted: jax.Array, index: jax.Array, beyond: int) -> jax.Array:
+            # A leading index out of range makes the copy engine write zeros without reading memory.
+            return index if interpret is not None else jnp.where(wanted, index, beyond)
+
+        def ring_copies(chunk: Chunk, copy: Callable[[jax.Array, Any], None]) -> None:
+            """copy(index of the row's group or one beyond, slots) of every granule of the ring."""
+            block = chunk.row * groups + chunk.group
+            for g in range(granules):
+                live = granule_live(g * granule, granule, chunk.start, chunk.length, ring)
+                copy(skip(live, block, geo.batch * groups), pl.ds(g * granule, granule))
+
+        def issue_step(chunk: Chunk, offset: jax.Array, stage: jax.Array) -> None:
+            block, tile = chunk.row * groups + chunk.group, chunk.tile + offset * size
+            these, source = pl.ds(tile, size), pl.ds(block * tiles + tile, size)
+            barrier, values = smem.landed.at[stage], smem.values.at[stage]
+            plgpu.copy_gmem_to_smem(codes_in.at[source], smem.codes.at[stage], barrier)
+            if codes.scaled:
+                plgpu.copy_gmem_to_smem(block_scales_in[0].at[source], smem.scales.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(row_scales_in.at[source], smem.row_scales.at[stage], barrier)
+            ring_copies(
+                chunk,
+                lambda block, slots: plgpu.copy_gmem_to_smem(
+                    values_ring.at[block, slots, these], values.at[slots], barrier
+                ),
+            )
+            plgpu.copy_gmem_to_smem(values_in.at[block, :, these], values.at[fresh], barrier)
+
+        def issue_group(chunk: Chunk) -> None:
+            row, group = chunk.row, chunk.group
+            block = row * groups + group
+            heads = pl.ds(aligned_head(group), geo.head_slots)
+
+            def load(source: Any, target: Any) -> None:
+                plgpu.copy_gmem_to_smem(source, target, smem.group_barrier)
+
+            ring_copies(chunk, lambda source, slots: load(keys_ring.at[source, slots], smem.keys.at[slots]))
+            load(keys_in.at[block], smem.keys.at[fresh])
+            load(reader_in.at[block], smem.reader)
+            for source, new, target in zip(scalar_rings, scalars_in, smem.scalars, strict=True):
+                load(source.at[row, :, heads], target.at[pl.ds(0, ring)])
+                load(new.at[row, :, heads], target.at[fresh])
+            all_heads = skip(group == 0, row, geo.batch)
+            for new, target in zip(scalars_in, smem.row_scalars, strict=True):
+                load(new.at[all_heads], target)
+            if has_constants:
+                load(constants_in[0].at[:, heads], smem.constants)
+
+        def append(chunk: Chunk) -> None:
+            block = chunk.row * groups + chunk.group
+            for t in range(tokens):
+                slot = lax.rem(chunk.start + chunk.length + t, ring)
+                plgpu.copy_smem_to_gmem(
+                    smem.keys.at[pl.ds(ring + t, 1)],
+                    keys_ring.at[block, pl.ds(slot, 1)],
+                    commit_group=False,
+                )
+
+                @pl.when(chunk.group == 0)
+                def _(t=t, slot=slot):
+                    # A whole row of heads at once: partial sectors cost a read before the write.
+                    for target, source in zip(scalar_rings, smem.row_scalars, strict=True):
+                        plgpu.copy_smem_to_gmem(source.at[t], target.at[chunk.row, slot], commit_group=False)
+
+            plgpu.commit_smem_to_gmem_group()
+
+        def prepare(chunk: Chunk, half: jax.Array) -> None:
+            """What the tiles of a chunk need."""
+            plgpu.barrier_wait(smem.group_barrier)
+
+            @pl.when(chunk.tile == 0)
+            def _():
+                append(chunk)
+
+            recurrence.coefficients(
+                Group(
+                    plgpu=plgpu,
+                    geometry=geo,
+                    fused=fused,
+                    exact=exact,
+                    start=chunk.start,
+                    length=chunk.length,
+                    offset=chunk.group * geo.group_heads - aligned_head(chunk.group),
+                    keys=smem.keys,
+                    reader=smem.reader,
+                    scalars=smem.scalars,
+                    constants=smem.constants,
+                    weights=smem.weights.at[half],
+                    scale=smem.scale.at[half] if shared else None,
+                    readers=smem.readers,
+                    scratch=smem.extra,
+                )
+            )
+            if not shared:
+                plgpu.commit_smem()
+            source = smem.reader if shared else smem.readers
+            pack = _pack if fused else _plain_pack
+            pack(plgpu, program, source, smem.packed.at[half], smem.factors.at[half])
+            plgpu.commit_smem()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def serve_copies() -> None:
+            """The copies of all steps, as far ahead as there is room."""
+            plgpu.copy_gmem_to_smem(cursor_in.at[pl.ds(first_row, listed)], smem.cursor, smem.cursor_barrier)
+
+            def one(carry: tuple) -> tuple:
+                done, chunk = carry
+
+                def step(offset: jax.Array, carry: None) -> None:
+                    wait(smem.emptied, stages, done + offset - stages)
+                    issue_step(chunk, offset, lax.rem(done + offset, stages))
+                    return carry
+
+                lax.fori_loop(0, chunk.count, step, None)
+                return done + chunk.count, chunk_at(chunk.first + chunk.count)
+
+            start: tuple = jnp.int32(0), opening()
+            done, _ = lax.while_loop(lambda carry: carry[1].count > 0, one, start)
+            for last in range(stages, 0, -1):
+                wait(smem.emptied, stages, done - last)
+
+        def serve_groups() -> None:
+            """Coefficients of all chunks, up to two ahead of the tiles."""
+            first = opening()
+
+            @pl.when(first.count > 0)
+            def _():
+                issue_group(first)
+
+            def one(carry: tuple) -> tuple:
+                number, chunk = carry
+                half = lax.rem(number, 2)
+                wait(smem.free, 2, number - 2)
+                prepare(chunk, half)
+                plgpu.barrier_arrive(smem.ready.at[half])
+                after = chunk_at(chunk.first + chunk.count)
+
+                @pl.when(after.count > 0)
+                def _():
+                    issue_group(after)
+
+                return number + 1, after
+
+            start: tuple = jnp.int32(0), first
+            number, _ = lax.while_loop(lambda carry: carry[1].count > 0, one, start)
+            for last in (2, 1):
+                wait(smem.free, 2, number - last)
+            plgpu.wait_smem_to_gmem(0)
+
+        def serve_tiles(worker: int) -> None:
+            def one(carry: tuple) -> tuple:
+                number, done, chunk = carry
+                half = lax.rem(number, 2)
+                plgpu.barrier_wait(smem.ready.at[half])
+
+                def step(offset: jax.Array, carry: None) -> None:
+                    stage = lax.rem(done + offset, stages)
+                    plgpu.barrier_wait(smem.landed.at[stage])
+                    chunk_buffers = {
+                        "codes": smem.codes.at[stage],
+                        "scales": smem.scales.at[stage] if codes.scaled else None,
+                        "row_scales": smem.row_scales.at[stage],
+                        "values": smem.values.at[stage],
+                        "weights": smem.weights.at[half],
+                        "head_scale": smem.scale.at[half] if shared else None,
+                        "packed": smem.packed.at[half],
+                        "factors": smem.factors.at[half],
+                        "sums": smem.sums,
+                        "out": out,
+                        "ring": values_ring,
+                    }
+                    head = (
+                        jnp.int32(0) if compact else chunk.group * geo.group_heads - aligned_head(chunk.group)
+                    )
+                    cursors = (
+                        chunk.row,
+                        chunk.group,
+                        chunk.tile + offset * size,
+                        lax.rem(chunk.start, ring),
+                        chunk.length,
+                        head,
+                    )
+                    read = _read if fused else _plain_read
+                    read(plgpu, program, chunk_buffers, cursors, worker)
+                    plgpu.barrier_arrive(smem.emptied.at[stage])
+                    return carry
+
+                lax.fori_loop(0, chunk.count, step, None)
+                plgpu.barrier_arrive(smem.free.at[half])
+                return number + 1, done + chunk.count, chunk_at(chunk.first + chunk.count)
+
+            zero = jnp.int32(0)
+            lax.while_loop(lambda carry: carry[2].count > 0, one, (zero, zero, opening()))
+
+        roles = [serve_copies, serve_groups]
+        roles += [lambda worker=worker: serve_tiles(worker) for worker in range(workers)]
+        if beside is not None:
+            rows = counts_in[1]
+            if not alone:
+                rows = jnp.where(flushes_beside(counts_in), rows, 0)
+            fold_rows = beside[1]
+            roles.append(lambda: fold_rows(refs, cta, ctas, smem.beside, rows))
+        for index, role in enumerate(roles):
+            pl.when(lax.axis_index("warpgroup") == index)(role)
+
+    warpgroups = 2 + workers + (beside is not None)
+    kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        scratch_types=scratch,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        # Shared memory is ordered by the barriers, by commit_smem and by barriers of the warps.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
+        kernel_name="replay_coded_window",
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    kernel(*arguments)
+
+
+def _read(plgpu: Any, program: coded.Step, buffers: dict, cursors: tuple, worker: int) -> None:
+    ref = plgpu.RefType()
+    names = [name for name, buffer in buffers.items() if buffer is not None]
+
+    @plgpu.inline_mgpu(
+        arg_types=((ref,) * len(names), (plgpu.Layout.WGMMA,) * len(cursors)),
+    )
+    def read(_, refs, cursors):
+        from pallas_kernels.code_lanes import CodeLanes
+        from pallas_kernels.lanes import first_element
+
+        given = dict.fromkeys(buffers) | dict(zip(names, refs, strict=True))
+        coded.read_tiles(CodeLanes(), program, given, tuple(map(first_element, cursors)), 4 * worker)
+
+    read(tuple(buffers[name] for name in names), cursors)
+
+
+def _pack(plgpu: Any, program: coded.Step, source: Any, packed: Any, factors: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
+    def pack(_, *refs):
+        from pallas_kernels.code_lanes import CodeLanes
+
+        coded.pack_readers(CodeLanes(), program, *refs)
+
+    pack(source, packed, factors)
+
+
+def _plain_pack(plgpu: Any, program: coded.Step, source: Any, packed: Any, factors: Any) -> None:
+    """`coded.pack_readers` for the interpreter, which has no inline code: readers as they are."""
+    del plgpu, factors
+    for t in range(program.readers.tokens):
+        vector = t * program.readers.parts
+        if program.shared:
+            packed[0, vector] = source[t].astype(jnp.float32)
+            continue
+        for head in range(program.geometry.group_heads):
+            packed[head, vector] = source[t, head]
+
+
+def _plain_read(plgpu: Any, program: coded.Step, buffers: dict, cursors: tuple, worker: int) -> None:
+    """`coded.read_tiles` for the interpreter."""
+    del plgpu
+    geo, codes = program.geometry, program.codes
+    row, group, first, begin, length, offset = cursors
+    block = row * geo.groups + group
+    for index in range(worker, program.tiles, program.warps // 4):
+        packed = buffers["codes"][index].reshape(TILE, codes.row_bytes)
+        scale = buffers["row_scales"][index][:, None]
+        if codes.scaled:
+            blocks = numerics.decode_e4m3(buffers["scales"][index].reshape(TILE, -1).astype(jnp.uint32))
+            scale = scale * jnp.repeat(blocks, coded.BLOCK, axis=1)
+            packed = numerics.unpack_nibbles(numerics.from_lane_order(packed)).astype(jnp.uint32)
+            state = numerics.decode_e2m1(packed) * scale
+        else:
+            state = numerics.decode_e4m3(packed.astype(jnp.uint32)) * scale
+        head = lax.div((first + index) * TILE + jnp.arange(TILE, dtype=jnp.int32), geo.head_dim)
+        values = buffers["values"][:, index].astype(jnp.float32)
+        for t in range(geo.tokens):
+            reader = buffers["packed"][:, t * program.readers.parts]
+            reader = reader[jnp.zeros_like(head) if program.shared else head]
+            read = jnp.sum(state * reader, axis=1)
+            if program.shared:
+                read = read * buffers["head_scale"][t][offset + head]
+            weights = buffers["weights"][t][offset + head, : values.shape[0]]
+            y = read + jnp.sum(weights * values.T, axis=1)
+            buffers["out"][row, t, group, first + index] = y.astype(buffers["out"].dtype)
+            slot = lax.rem(begin + length + t, geo.ring)
+            buffers["ring"][block, slot, first + index] = buffers["values"][geo.ring + t, index]
