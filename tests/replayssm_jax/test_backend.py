@@ -136,7 +136,8 @@ def portable_kernels(module, name):
     def constants_of(constants):
         return module.Heads() if constants is None else module.Heads(*constants)
 
-    def step(checkpoint, ring, new, reader, constants, plan):
+    def step(checkpoint, ring, new, reader, constants, plan, *, forgotten=None):
+        assert forgotten is None
         cursor, counts = plan
         order = jnp.argsort(cursor[:, 0])
         start, length = cursor[order, 1], cursor[order, 2]
