@@ -82,7 +82,9 @@ class Child:
         answer = self._process.stdout.readline()
         if not answer:
             said = [text for text in self._log.read_text().splitlines() if text.strip()]
-            errors = [text for text in said if re.match(r"[\w.]*(Error|Exception|ERROR)\b", text)] or said
+            errors = [
+                text for text in said if re.match(r"[\w.]*(Error|Exception|ERROR|Unsupported)\b", text)
+            ] or said
             raise ChildProcessError(errors[-1][:300] if errors else "ended without a message")
         return answer
 
