@@ -22,16 +22,18 @@ COLUMNS = 64
 _HIDDEN = -1e30
 
 
-def check(rows: int, head_dim: int, dtype: Any) -> None:
+def check(rows: int, head_dim: int, columns: int, dtype: Any) -> None:
     """Raise `Unsupported`, with the reason, on what the kernel cannot serve.
 
-    rows: query rows of a key head, those of all tokens.
+    rows: query rows of a key head, those of all tokens. columns: of the cached keys and values.
     """
     require_jax()
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         raise Unsupported(f"keys and values must be bfloat16 or float16, got {jnp.dtype(dtype).name}")
     if head_dim not in (64, 128, 192, 256):
         raise Unsupported(f"head_dim must be 64, 128, 192 or 256, got {head_dim}")
+    if columns % 8:
+        raise Unsupported(f"keys and values must have a multiple of 8 columns, got {columns}")
     if not 1 <= rows <= ROWS:
         raise Unsupported(f"a key head may have 1 to {ROWS} query rows, got {rows}")
 
@@ -55,7 +57,7 @@ def attend(
     batch, tokens, heads, width = q.shape
     groups, size = k.shape[1:3]
     each = heads // groups
-    check(tokens * each, width, q.dtype)
+    check(tokens * each, width, size, q.dtype)
     plgpu, dtype = mosaic_gpu(), q.dtype
     rows = -(-tokens * each // 8) * 8
     packed = jnp.moveaxis(q.reshape(batch, tokens, groups, each, width), 2, 1)

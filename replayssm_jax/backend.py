@@ -234,9 +234,9 @@ def kernel_attention(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Arr
     """
     from pallas_kernels import attention
 
-    batch, groups = k.shape[:2]
+    batch, groups, columns, width = k.shape
     rows = q.shape[1] * q.shape[2] // groups
-    if batch * groups < ATTENTION_PAIRS or not _serves(attention.check, rows, q.shape[3], q.dtype):
+    if batch * groups < ATTENTION_PAIRS or not _serves(attention.check, rows, width, columns, q.dtype):
         return None
     return _kernel_attention(q, k, v, position)
 

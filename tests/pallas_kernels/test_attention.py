@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attention, launch
+from replayssm_jax import backend
 
 pytestmark = pytest.mark.skipif(
     launch.jax_version() < launch.MINIMUM_JAX, reason="the kernels run from jax 0.11.2 on"
@@ -48,7 +49,7 @@ def check(case, **options):
     [(1, 5, jnp.bfloat16), pytest.param(3, 4, jnp.float16, marks=pytest.mark.slow)],
 )
 def test_the_interpreted_kernel_is_the_softmax_over_live_columns(tokens, each, dtype):
-    case = draw(3, tokens, 2, each, 64, 150, dtype)
+    case = draw(3, tokens, 2, each, 64, 152, dtype)
     check(case, stages=2, interpret=launch.mosaic_gpu().InterpretGPUParams())
 
 
@@ -62,17 +63,26 @@ def test_the_kernel_lowers_to_cuda(tokens, groups, each, width):
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 @pytest.mark.parametrize(("groups", "each", "width"), [(8, 5, 128), (4, 4, 256), (2, 8, 64)])
 def test_the_compiled_kernel_is_the_softmax_over_live_columns(groups, each, width, tokens):
-    check(draw(5, tokens, groups, each, width, 700))
+    check(draw(5, tokens, groups, each, width, 704))
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "dtype", "reason"),
+    ("rows", "width", "columns", "dtype", "reason"),
     [
-        (65, 128, jnp.bfloat16, "1 to 64 query rows, got 65"),
-        (8, 96, jnp.bfloat16, "got 96"),
-        (8, 128, jnp.float32, "got float32"),
+        (65, 128, 64, jnp.bfloat16, "1 to 64 query rows, got 65"),
+        (8, 96, 64, jnp.bfloat16, "got 96"),
+        (8, 128, 700, jnp.bfloat16, "a multiple of 8 columns, got 700"),
+        (8, 128, 64, jnp.float32, "got float32"),
     ],
 )
-def test_what_the_kernel_cannot_serve_is_refused_with_the_reason(rows, width, dtype, reason):
+def test_what_the_kernel_cannot_serve_is_refused_with_the_reason(rows, width, columns, dtype, reason):
     with pytest.raises(launch.Unsupported, match=reason):
-        attention.check(rows, width, dtype)
+        attention.check(rows, width, columns, dtype)
+
+
+@pytest.mark.parametrize(("columns", "served"), [(704, True), (700, False)])
+def test_a_step_asks_for_the_kernel_where_it_serves(columns, served, monkeypatch):
+    monkeypatch.setattr(backend, "_kernel_attention", lambda q, k, v, position: q)
+    monkeypatch.setattr(backend, "ATTENTION_PAIRS", 4)
+    assert (backend.kernel_attention(*draw(2, 1, 2, 4, 64, columns)) is not None) == served
+    assert backend.kernel_attention(*draw(2, 1, 1, 4, 64, columns)) is None
