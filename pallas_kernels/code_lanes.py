@@ -76,6 +76,39 @@ class CodeLanes(Lanes):
         with self._utils.when(condition.raw):
             store()
 
+    def put_byte(self, ref: Any, place: Any, value: Any) -> None:
+        """Byte `place` of a buffer = the lowest of an integer."""
+        byte = arith.trunci(ir.IntegerType.get_signless(8), value.raw)
+        llvm.store(byte, self._byte(ref, place))
+
+    def word(self, x: Any) -> Any:
+        """The bits of a float32."""
+        return type(x)(arith.bitcast(_i32(), x.raw))
+
+    def number(self, word: Any) -> Any:
+        """The float32 of 32 bits."""
+        return type(word)(arith.bitcast(_f32(), word.raw))
+
+    def real_of(self, number: Any) -> Any:
+        """A small integer as float32."""
+        return type(number)(arith.sitofp(_f32(), number.raw))
+
+    def shifted(self, word: Any, count: Any) -> Any:
+        """word >> count, zeros from above."""
+        return type(word)(arith.shrui(word.raw, count.raw))
+
+    def bit(self, word: Any, place: int) -> Any:
+        """One bit of a word, 0 or 1."""
+        return self.shifted(word, self.lane * 0 + place) & 1
+
+    def above(self, a: Any, b: Any) -> Any:
+        """Whether a > b, of float32."""
+        return type(a)(arith.cmpf(arith.CmpFPredicate.OGT, a.raw, a._of(b)))
+
+    def reaches(self, a: Any, b: Any) -> Any:
+        """Whether a >= b, of float32."""
+        return type(a)(arith.cmpf(arith.CmpFPredicate.OGE, a.raw, a._of(b)))
+
     def policy(self) -> Any:
         """Keeps lines in the L2 cache while the state streams through it."""
         i64 = ir.IntegerType.get_signless(64)

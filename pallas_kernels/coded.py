@@ -14,7 +14,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import numerics
 from pallas_kernels.launch import TILE
 from pallas_kernels.pipeline import Geometry
 
@@ -346,39 +345,3 @@ def pack_readers(ops: Any, step: Step, source: Any, packed: Any, factors: Any) -
 
     count = (ops.warp * -1 + (tokens * heads + 3)) // 4
     ops.loop(count, one, [])
-
-
-def lane_word(ops: Any, first: list, second: list) -> Any:
-    """The word of `numerics.to_lane_order` for the lane's four codes of each of two blocks."""
-    word = ops.lane * 0
-    for half in range(2):
-        for position, block in enumerate((first, first, second, second)):
-            code = block[2 * (position % 2) + half]
-            magnitude = ops.bits(code & 7, numerics.MAGNITUDE_BITS[position] + 16 * half, 0xFFFFFFFF)
-            sign = ops.bits(code // 8, numerics.SIGN_BITS[position] + 16 * half, 0xFFFFFFFF)
-            word = ops.join(ops.join(word, magnitude), sign)
-    return word
-
-
-def write_rows(ops: Any, codes: list, scales: list, code_ref: Any, scale_ref: Any) -> None:
-    """Stores a tile of E2M1 codes, [64, K / 2] bytes in lane order, and its block scales [64, K / 16].
-
-    codes[2 b + half]: the lane's four codes of block b in rows g and g + 8 of the warp's sixteen, as in
-    `blocks.block_layout`; scales: E4M3 codes of those blocks.
-    """
-    row, quad = ops.lane // 4, ops.lane & 3
-    blocks = len(scales) // 2
-    for half in range(2):
-        place = ops.warp * BLOCK + row + 8 * half
-        own = codes[half::2]
-        words = [lane_word(ops, own[b], own[b + 1]) for b in range(0, blocks, 2)]
-        size = min(len(words), 4)
-        for first in range(0, len(words), size):
-            at = place * (blocks * 8) + quad * (blocks * 2) + 4 * first
-            ops.put_words(code_ref, at, words[first : first + size])
-        mine = scales[half::2]
-        for first in range(0, blocks, 4):
-            word = mine[first]
-            for i in range(1, min(4, blocks - first)):
-                word = ops.join(word, ops.bits(mine[first + i], 8 * i, 0xFFFFFFFF))
-            ops.put_words(scale_ref, place * blocks + first, [word], ops.equal(quad, first // 4 % 4))

@@ -166,7 +166,7 @@ def _real(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _float32_code(number: float) -> int:
+def float32_code(number: float) -> int:
     """Bit pattern of a float32 number that is known when the program is built."""
     return struct.unpack("<I", struct.pack("<f", number))[0]
 
@@ -183,7 +183,7 @@ def bounded(x: jax.Array, limit: float) -> jax.Array:
     """
     bits = _bits(x)
     sign, magnitude = bits & jnp.uint32(0x80000000), bits & jnp.uint32(0x7FFFFFFF)
-    largest = jnp.uint32(_float32_code(limit))
+    largest = jnp.uint32(float32_code(limit))
     kept = jnp.where(magnitude < jnp.uint32(_INFINITY), jnp.minimum(magnitude, largest), magnitude)
     return _real(sign | jnp.where(magnitude < jnp.uint32(0x800000), jnp.uint32(0), kept))
 
@@ -250,7 +250,7 @@ def power_of_two_scale(largest: jax.Array, limit: float, smallest: int) -> tuple
     smallest: the exponent of the format's smallest number; times the scale it is at least 2^-126.
     """
     bits = _bits(largest)
-    limit_bits = _float32_code(limit)
+    limit_bits = float32_code(limit)
     exponent = (bits >> jnp.uint32(23)).astype(jnp.int32) - jnp.int32(limit_bits >> 23)
     over = (bits & jnp.uint32(0x7FFFFF)) > jnp.uint32(limit_bits & 0x7FFFFF)
     exponent = jnp.maximum(exponent + over.astype(jnp.int32), jnp.int32(_SMALLEST_NORMAL - smallest))

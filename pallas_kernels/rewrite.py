@@ -104,6 +104,8 @@ class Writer:
         """What is stored of a tile in float32, and its value, float32 (None for nvfp4)."""
         if format == "fp32":
             return (x,), x
+        if format == "nvfp4" and self.fused:
+            return (x,), None
         if format in _NARROW:
             narrow, dtype = _NARROW[format]
             codes = numerics.encode_float(x, narrow, random).astype(jnp.uint16)
@@ -119,11 +121,12 @@ class Writer:
         if fp8:
             codes = numerics.encode_float(scaled, numerics.E4M3, random)
             return (codes.astype(jnp.uint8), scale), numerics.decode_e4m3(codes) * self._wide(scale)
-        broken = self._block_max(numerics.not_finite(scaled).astype(jnp.float32))
-        block = numerics.encode_block_scale(self._block_max(numerics.finite_magnitude(scaled)))
-        block = jnp.where(broken > 0.0, jnp.uint32(numerics.E4M3.nan), block)
-        codes = numerics.encode_e2m1(scaled, numerics.decode_e4m3(block))
-        return (codes, scale, block), None
+        blocks = scaled.reshape(TILE, -1, BLOCK)
+        block = numerics.encode_block_scale(jnp.max(numerics.finite_magnitude(blocks), axis=2))
+        broken = jnp.any(numerics.not_finite(blocks), axis=2)
+        block = jnp.where(broken, jnp.uint32(numerics.E4M3.nan), block)
+        codes = numerics.encode_e2m1(blocks, numerics.decode_e4m3(block)[:, :, None])
+        return (codes.reshape(x.shape), scale, block), None
 
     def put(self, format: str, parts: tuple, refs: tuple, place: jax.Array) -> None:
         """Stores what `encoded` made as tile `place` of arrays of tiles."""
@@ -131,57 +134,27 @@ class Writer:
             for ref, part in zip(refs, parts, strict=True):
                 ref[place] = part
             return
+        if self.fused:
+            self._write_nvfp4(*parts, tuple(ref.at[place] for ref in refs))
+            return
         codes, scale, block = parts
         refs[1][place] = scale
-        if self.fused:
-            self._put_blocks(codes, block, refs[0].at[place], refs[2].at[place])
-            return
         packed = numerics.to_lane_order(numerics.pack_nibbles(codes))
         refs[0][place] = packed.reshape(refs[0].shape[1:])
-        refs[2][place] = block[:, ::BLOCK].astype(jnp.uint8).reshape(refs[2].shape[1:])
+        refs[2][place] = block.astype(jnp.uint8).reshape(refs[2].shape[1:])
 
     def _wide(self, rows: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(rows, (TILE, self.d_state), (0,))
 
-    def _block_max(self, x: jax.Array) -> jax.Array:
-        """The largest element of each block of 16 columns, at all of its places."""
-        if not self.fused:
-            blocks = jnp.max(x.reshape(TILE, -1, BLOCK), axis=2, keepdims=True)
-            return jnp.broadcast_to(blocks, (TILE, x.shape[1] // BLOCK, BLOCK)).reshape(x.shape)
-
-        from jax.experimental.mosaic.gpu import FragmentedArray, utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, vector
-
-        layout = self.layout
-
-        @self.plgpu.inline_mgpu(
-            arg_types=(layout,),
-            return_type=self.plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
-        )
-        def largest(_, x):
-            registers = x.registers.copy()
-            for index, four in enumerate(x.registers.flat):
-                top = vector.reduction(ir.F32Type.get(), vector.CombiningKind.MAXNUMF, four)
-                for distance in (1, 2):
-                    top = arith.maxnumf(top, utils.shfl_bfly(top, distance))
-                registers.flat[index] = vector.broadcast(four.type, top)
-            return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-        return largest(x)
-
-    def _put_blocks(self, codes: jax.Array, scales: jax.Array, code_ref: Any, scale_ref: Any) -> None:
-        """Stores codes in lane order, the lane's share of a row at once, and a scale for every 16 columns."""
-        from pallas_kernels import coded
+    def _write_nvfp4(self, x: jax.Array, refs: tuple) -> None:
         from pallas_kernels.code_lanes import CodeLanes
+        from pallas_kernels.encoding import write_nvfp4
         from pallas_kernels.lanes import unpack
 
         ref = self.plgpu.RefType()
 
-        @self.plgpu.inline_mgpu(arg_types=(self.layout, self.layout, ref, ref))
-        def put(_, codes, scales, *refs):
-            fours = unpack(codes.registers.flat)
-            tops = [four[0] for four in unpack(scales.registers.flat)]
-            coded.write_rows(CodeLanes(), fours, tops, *refs)
+        @self.plgpu.inline_mgpu(arg_types=(self.layout, (ref,) * 3))
+        def write(_, x, refs):
+            write_nvfp4(CodeLanes(), unpack(x.registers.flat), *refs)
 
-        put(codes, scales, code_ref, scale_ref)
+        write(x, refs)

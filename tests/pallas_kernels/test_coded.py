@@ -69,6 +69,22 @@ class NumpyCodeLanes(NumpyLanes):
         assert np.all((exponent >= -126) & (exponent <= 127))
         return np.ldexp(np.float32(1), exponent).astype(np.float32)
 
+    number = staticmethod(lambda word: word.astype(np.uint32).view(np.float32))
+    word = staticmethod(lambda x: x.astype(np.float32).view(np.uint32).astype(np.int64))
+    real_of = staticmethod(lambda number: number.astype(np.float32))
+    shifted = staticmethod(lambda word, count: word >> count)
+    bit = staticmethod(lambda word, place: word >> place & 1)
+    above = staticmethod(np.greater)
+    reaches = staticmethod(np.greater_equal)
+
+    def put_byte(self, ref, place, value):
+        ref.reshape(-1)[place] = value
+
+    def put_words(self, ref, place, words, condition=None):
+        there = np.full(32, True) if condition is None else condition
+        for i, word in enumerate(words):
+            ref.reshape(-1).view(np.uint32)[(place // 4 + i)[there]] = word[there] & 0xFFFFFFFF
+
     def half_product(self, total, left, right):
         lanes = HalfLanes(0)
         return lanes.product(total, left, right)
