@@ -18,6 +18,8 @@ from pallas_kernels.launch import TILE
 from pallas_kernels.pipeline import Geometry
 
 BLOCK = 16
+# Accumulators of a warp that are filled side by side, so that a product need not wait for the one before.
+INTERLEAVED = 4
 # A float16 part of a reader lies this far below the one before, which is rounded to 11 bits.
 _PART_STEP = 2.0**-11
 _LARGEST_READER = 14  # exponent of a packed reader's largest element
@@ -151,42 +153,49 @@ def checkpoint_readouts(
         there = None if complete else token < readers.tokens
         ops.put(target, base + token * TILE + r, [value], there)
 
-    for m in range(TILE // BLOCK):
-        rows = [row + (BLOCK * m + 8 * half) for half in range(2)]
-        halves = [unpack(ops, codes, code_ref, index * TILE + r) for r in rows]
-        lefts = [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in zip(*halves, strict=True)]
-        scales = None
-        if codes.scaled:
-            scales = [block_scales(ops, codes, spread, scale_ref, index * TILE + r) for r in rows]
+    accumulators = -(-codes.blocks // spread) if codes.scaled else 1
+    together = max(1, INTERLEAVED // (accumulators * parts))
+    for start in range(0, TILE // BLOCK, together):
+        pieces = [[row + (BLOCK * m + 8 * half) for half in range(2)] for m in range(start, start + together)]
+        lefts, scales = [], []
+        for rows in pieces:
+            halves = [unpack(ops, codes, code_ref, index * TILE + r) for r in rows]
+            lefts.append(
+                [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in zip(*halves, strict=True)]
+            )
+            if codes.scaled:
+                scales.append([block_scales(ops, codes, spread, scale_ref, index * TILE + r) for r in rows])
         for number, right in enumerate(operands):
-            sums = [[zero] * 4 for _ in range(-(-codes.blocks // spread) if codes.scaled else 1)]
+            sums = [[[zero] * 4 for _ in range(accumulators)] for _ in pieces]
             for block in range(codes.blocks):
                 at = block // spread if codes.scaled else 0
-                sums[at] = ops.half_product(sums[at], lefts[block], right[block])
+                for total, left in zip(sums, lefts, strict=True):
+                    total[at] = ops.half_product(total[at], left[block], right[block])
             first = number * (8 // width)
-            for half, r in enumerate(rows):
-                own = [
-                    _scaled_sum(
-                        ops,
-                        [four[2 * half + column] for four in sums],
-                        scales and [pair[column] for pair in scales[half]],
-                    )
-                    for column in range(2)
-                ]
-                if width == 1:
-                    for column, value in enumerate(own):
-                        put(quad * 2 + (first + column), r, value)
-                    continue
-                if spread == 1:
-                    value = ops.fma(own[1], zero + _PART_STEP, own[0])
-                else:
-                    value = own[0] + own[1]
-                    if parts == 2:
-                        value = ops.select(ops.equal(part, 0), value, value * _PART_STEP)
-                for distance in (1, 2):
-                    if distance < width // 2:
-                        value = value + ops.across(value, distance)
-                put(quad // max(width // 2, 1) + first, r, value)
+            for i, rows in enumerate(pieces):
+                for half, r in enumerate(rows):
+                    own = [
+                        _scaled_sum(
+                            ops,
+                            [four[2 * half + column] for four in sums[i]],
+                            [pair[column] for pair in scales[i][half]] if codes.scaled else None,
+                        )
+                        for column in range(2)
+                    ]
+                    if width == 1:
+                        for column, value in enumerate(own):
+                            put(quad * 2 + (first + column), r, value)
+                        continue
+                    if spread == 1:
+                        value = ops.fma(own[1], zero + _PART_STEP, own[0])
+                    else:
+                        value = own[0] + own[1]
+                        if parts == 2:
+                            value = ops.select(ops.equal(part, 0), value, value * _PART_STEP)
+                    for distance in (1, 2):
+                        if distance < width // 2:
+                            value = value + ops.across(value, distance)
+                    put(quad // max(width // 2, 1) + first, r, value)
 
 
 def _scaled_sum(ops: Any, values: list, scales: list | None) -> Any:

@@ -1,8 +1,8 @@
 """The window kernel on a coded copy of the state: E4M3, or E2M1 with block scales.
 
 Outputs are those of `window.py`. A copy has a fourth or an eighth of a float32 state's bytes, so here what
-counts is work a tile: one warpgroup issues the copies, several tiles a step, another computes coefficients;
-the others read tiles, each warp its own, and no two warps ever wait for each other.
+counts is work a tile: one warpgroup computes coefficients and issues all copies, several tiles a step; the
+others read tiles, each warp its own, and no two warps ever wait for each other.
 """
 
 import types
@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import coded, numerics
+from pallas_kernels.fold import claim
 from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
 from pallas_kernels.pipeline import (
     Geometry,
@@ -29,10 +30,10 @@ from pallas_kernels.pipeline import (
 
 
 class Chunk(NamedTuple):
-    """Steps of one group in a CTA's share: the first one's number, the row's cursor, the group, its first
-    tile, and how many steps (0: no more)."""
+    """Steps of one group: the chunk's ticket, or its first step in a share; the row's cursor, the group, its
+    first tile, and how many steps (0: no more)."""
 
-    first: jax.Array
+    ticket: jax.Array
     row: jax.Array
     start: jax.Array
     length: jax.Array
@@ -66,6 +67,9 @@ def stream_coded_window(
     codes = coded.Codes(format, geo.d_state)
     size = step_tiles(tiles, launch.step)
     group_steps = tiles // size
+    # Tiles of a claim towards the end: enough to be worth a group's coefficients.
+    span = max(n for n in range(1, group_steps + 1) if group_steps % n == 0 and (n == 1 or n * size <= 8))
+    claims = launch.claims
     row_steps = groups * group_steps
     granule, granules = launch.granule, ring // launch.granule
     has_constants = operands.constants is not None
@@ -112,16 +116,20 @@ def stream_coded_window(
         "group_barrier": plgpu.Barrier(
             num_arrivals=granules + 2 + 3 * recurrence.scalars + (1 if has_constants else 0)
         ),
+        "chunks": plgpu.SMEM((2, len(Chunk._fields)), jnp.int32),
+        "ticket": plgpu.SMEM((128,), jnp.int32),
         "ready": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "free": plgpu.Barrier(num_arrivals=workers, num_barriers=2),
-        "cursor_barrier": plgpu.Barrier(num_arrivals=1),
     }
+    if not claims:
+        scratch["cursor_barrier"] = plgpu.Barrier(num_arrivals=1)
     if beside is not None:
         scratch["beside"] = beside[0]
     ctas, stages = fit(launch, lambda stages: shared_bytes((scratch, staged(stages))))
     ctas = min(ctas, geo.batch * row_steps)
     listed = min(geo.batch, -(-geo.batch // ctas) + 2)
-    scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
+    if not claims:
+        scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
     scratch |= staged(stages)
     step_copies = 3 + codes.scaled + granules
     scratch["landed"] = plgpu.Barrier(num_arrivals=step_copies, num_barriers=stages)
@@ -155,6 +163,7 @@ def stream_coded_window(
         if fused:
             others = (
                 "cursor",
+                "chunks",
                 "beside",
                 "group_barrier",
                 "cursor_barrier",
@@ -169,8 +178,21 @@ def stream_coded_window(
         cta = lax.axis_index("cta")
         total = counts_in[0] * row_steps
         begin, end = lax.div(cta * total, ctas), lax.div((cta + 1) * total, ctas)
+        all_groups = counts_in[0] * groups
+        whole = jnp.maximum(all_groups - ctas, 0)
+        tickets = whole + (all_groups - whole) * (group_steps // span)
         first_row = jnp.minimum(lax.div(begin, row_steps), geo.batch - listed)
         fresh = pl.ds(ring, tokens)
+
+        def chunk_of(ticket: jax.Array) -> Chunk:
+            small = ticket - whole
+            first = jnp.where(small < 0, ticket * group_steps, whole * group_steps + small * span)
+            count = jnp.where(first < total, jnp.where(small < 0, group_steps, span), 0)
+            at = jnp.minimum(lax.div(first, row_steps), geo.batch - 1)
+            row, start, length = (cursor_in[at, i] for i in range(3))
+            within = lax.rem(first, row_steps)
+            group, step = lax.div(within, group_steps), lax.rem(within, group_steps)
+            return Chunk(ticket, row, start, length, group, step * size, count)
 
         def chunk_at(first: jax.Array) -> Chunk:
             """The chunk of the CTA's share that begins with step `first`."""
@@ -180,17 +202,6 @@ def stream_coded_window(
             within = lax.rem(first, row_steps)
             group, step = lax.div(within, group_steps), lax.rem(within, group_steps)
             return Chunk(first, row, start, length, group, step * size, count)
-
-        def wait(barriers: Any, count: int, number: jax.Array) -> None:
-            """Until the use number `number`, if there was one, of `count` buffers in turn is over."""
-
-            @pl.when(number >= 0)
-            def _():
-                plgpu.barrier_wait(barriers.at[lax.rem(number, count)])
-
-        def opening() -> Chunk:
-            plgpu.barrier_wait(smem.cursor_barrier)
-            return chunk_at(begin)
 
         def aligned_head(group: jax.Array) -> jax.Array:
             return lax.div(group * geo.group_heads, 4) * 4
@@ -260,6 +271,15 @@ def stream_coded_window(
 
             plgpu.commit_smem_to_gmem_group()
 
+        def publish(chunk: Chunk, half: jax.Array) -> None:
+            for i, field in enumerate(chunk):
+                smem.chunks[half, i] = field
+
+        def published(number: jax.Array) -> Chunk:
+            half = lax.rem(number, 2)
+            plgpu.barrier_wait(smem.ready.at[half])
+            return Chunk(*(smem.chunks[half, i] for i in range(len(Chunk._fields))))
+
         def prepare(chunk: Chunk, half: jax.Array) -> None:
             """What the tiles of a chunk need."""
             plgpu.barrier_wait(smem.group_barrier)
@@ -295,59 +315,81 @@ def stream_coded_window(
             plgpu.commit_smem()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def serve_copies() -> None:
-            """The copies of all steps, as far ahead as there is room."""
-            plgpu.copy_gmem_to_smem(cursor_in.at[pl.ds(first_row, listed)], smem.cursor, smem.cursor_barrier)
+        def serve_groups() -> None:
+            """Coefficients of all chunks, up to two ahead of the tiles, and all copies."""
+            if claims:
+                first, second = chunk_of(cta), chunk_of(cta + ctas)
+            else:
+                cursors = cursor_in.at[pl.ds(first_row, listed)]
+                plgpu.copy_gmem_to_smem(cursors, smem.cursor, smem.cursor_barrier)
+                plgpu.barrier_wait(smem.cursor_barrier)
+                first = chunk_at(begin)
+                second = chunk_at(first.ticket + first.count)
 
-            def one(carry: tuple) -> tuple:
-                done, chunk = carry
+            def wait(barriers: Any, count: int, number: jax.Array) -> None:
+                """Until the use before of what `number` (no earlier than 0) takes its turn on is over."""
 
-                def step(offset: jax.Array, carry: None) -> None:
-                    wait(smem.emptied, stages, done + offset - stages)
-                    issue_step(chunk, offset, lax.rem(done + offset, stages))
+                @pl.when(number >= 0)
+                def _():
+                    plgpu.barrier_wait(barriers.at[lax.rem(number, count)])
+
+            def issue(chunk: Chunk, done: jax.Array, low: jax.Array, high: jax.Array) -> None:
+                def one(n: jax.Array, carry: None) -> None:
+                    wait(smem.emptied, stages, n - stages)
+                    issue_step(chunk, n - done, lax.rem(n, stages))
                     return carry
 
-                lax.fori_loop(0, chunk.count, step, None)
-                return done + chunk.count, chunk_at(chunk.first + chunk.count)
+                lax.fori_loop(low, high, one, None)
 
-            start: tuple = jnp.int32(0), opening()
-            done, _ = lax.while_loop(lambda carry: carry[1].count > 0, one, start)
-            for last in range(stages, 0, -1):
-                wait(smem.emptied, stages, done - last)
-
-        def serve_groups() -> None:
-            """Coefficients of all chunks, up to two ahead of the tiles."""
-            first = opening()
+            ahead = jnp.minimum(first.count, stages)
 
             @pl.when(first.count > 0)
             def _():
                 issue_group(first)
 
+            issue(first, jnp.int32(0), jnp.int32(0), ahead)
+
             def one(carry: tuple) -> tuple:
-                number, chunk = carry
+                number, done, issued, chunk, after = carry
                 half = lax.rem(number, 2)
+                if claims and fused:
+                    ticket = claim(plgpu, counts_in, tickets - 1)
                 wait(smem.free, 2, number - 2)
+                publish(chunk, half)
                 prepare(chunk, half)
                 plgpu.barrier_arrive(smem.ready.at[half])
-                after = chunk_at(chunk.first + chunk.count)
 
                 @pl.when(after.count > 0)
                 def _():
                     issue_group(after)
 
-                return number + 1, after
+                issue(chunk, done, jnp.maximum(issued, done), done + chunk.count)
+                if claims and fused:
+                    smem.ticket[...] = ticket
+                    plgpu.commit_smem()
+                    following = chunk_of(2 * ctas + smem.ticket[0])
+                elif claims:
+                    following = chunk_of(after.ticket + ctas)
+                else:
+                    following = chunk_at(after.ticket + after.count)
+                return number + 1, done + chunk.count, done + chunk.count, after, following
 
-            start: tuple = jnp.int32(0), first
-            number, _ = lax.while_loop(lambda carry: carry[1].count > 0, one, start)
-            for last in (2, 1):
-                wait(smem.free, 2, number - last)
+            zero = jnp.int32(0)
+            opening: tuple = zero, zero, ahead, first, second
+            number, done, _, none, _ = lax.while_loop(lambda carry: carry[3].count > 0, one, opening)
+            wait(smem.free, 2, number - 2)
+            publish(none, lax.rem(number, 2))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
+            wait(smem.free, 2, number - 1)
+            for last in range(stages, 0, -1):
+                wait(smem.emptied, stages, done - last)
             plgpu.wait_smem_to_gmem(0)
 
         def serve_tiles(worker: int) -> None:
             def one(carry: tuple) -> tuple:
                 number, done, chunk = carry
                 half = lax.rem(number, 2)
-                plgpu.barrier_wait(smem.ready.at[half])
 
                 def step(offset: jax.Array, carry: None) -> None:
                     stage = lax.rem(done + offset, stages)
@@ -383,12 +425,12 @@ def stream_coded_window(
 
                 lax.fori_loop(0, chunk.count, step, None)
                 plgpu.barrier_arrive(smem.free.at[half])
-                return number + 1, done + chunk.count, chunk_at(chunk.first + chunk.count)
+                return number + 1, done + chunk.count, published(number + 1)
 
             zero = jnp.int32(0)
-            lax.while_loop(lambda carry: carry[2].count > 0, one, (zero, zero, opening()))
+            lax.while_loop(lambda carry: carry[2].count > 0, one, (zero, zero, published(zero)))
 
-        roles = [serve_copies, serve_groups]
+        roles = [serve_groups]
         roles += [lambda worker=worker: serve_tiles(worker) for worker in range(workers)]
         if beside is not None:
             rows = counts_in[1]
@@ -399,7 +441,7 @@ def stream_coded_window(
         for index, role in enumerate(roles):
             pl.when(lax.axis_index("warpgroup") == index)(role)
 
-    warpgroups = 2 + workers + (beside is not None)
+    warpgroups = 1 + workers + (beside is not None)
     kernel = plgpu.kernel(
         body,
         out_type=(),

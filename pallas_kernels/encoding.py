@@ -99,7 +99,8 @@ def _row_scale(ops: Any, largest: Any) -> tuple:
 
 
 def _block_code(ops: Any, largest: Any) -> Any:
-    """`numerics.encode_block_scale`."""
+    """`numerics.encode_block_scale` of a largest magnitude, which counts as zero below 2^-126."""
+    largest = ops.select(ops.word(largest) < _SMALLEST_NORMAL, largest * 0.0, largest)
     word = ops.word(largest * (1.0 / 6.0))
     above = word // (1 << 23) - (E4M3.lowest + 127)
     significand = ops.join(word & 0x7FFFFF, word * 0 + 0x800000)

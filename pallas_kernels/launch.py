@@ -50,7 +50,12 @@ _DEFAULT_KIND = "NVIDIA H200"
 # A 16-bit state leaves less time for a group's coefficients: two CTAs a multiprocessor.
 _HALF_STATE = LaunchParameters(264, 2, granule=4)
 # Copies of one byte an element and less.
-_CODED = LaunchParameters(132, 3, granule=4, step=8, workers=2)
+_CODED = {
+    ("mamba2", 4): LaunchParameters(132, 3, granule=4, step=8, workers=2),
+    ("mamba2", 8): LaunchParameters(132, 4, granule=4, step=4, claims=True),
+    ("gated_delta", 4): LaunchParameters(264, 2, granule=4, step=4),
+    ("gated_delta", 8): LaunchParameters(264, 2, granule=4, step=4),
+}
 
 
 def step_parameters(
@@ -58,8 +63,10 @@ def step_parameters(
 ) -> LaunchParameters:
     """Launch parameters of a step for a device kind (None or unknown: the default), recurrence, window and
     bytes of a state element."""
+    if state_bytes < 2:
+        return _CODED[recurrence, int(8 * state_bytes)]
     if state_bytes < 4:
-        return _CODED if state_bytes < 2 else _HALF_STATE
+        return _HALF_STATE
     table = _TABLE.get(kind or _DEFAULT_KIND, _TABLE[_DEFAULT_KIND])[recurrence]
     return table[min(size for size in table if size >= tokens)]
 

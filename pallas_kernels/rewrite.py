@@ -135,7 +135,7 @@ class Writer:
                 ref[place] = part
             return
         if self.fused:
-            self._write_nvfp4(*parts, tuple(ref.at[place] for ref in refs))
+            self._write_nvfp4(parts[0], tuple(ref.at[place] for ref in refs))
             return
         codes, scale, block = parts
         refs[1][place] = scale

@@ -22,6 +22,7 @@ def states():
     kinds[1], kinds[2, :16], kinds[3, 5], kinds[4, 9], kinds[5] = 0, 0, np.inf, np.nan, 1e-40
     kinds[6] = np.where(rng.random(128) < 0.5, -0.0, 3.4e38)
     kinds[7], kinds[8] = 2.0**-126, rng.standard_normal(128) * 2.0**-120
+    kinds[9], kinds[9, 0] = 2.0**-30, 1e38
     yield kinds
     yield rng.standard_normal((64, 128)) * np.exp(12 * rng.standard_normal((64, 128)))
 
