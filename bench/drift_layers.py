@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from bench.drift_training import gated_delta_prefill
 from models.base import HybridModel
-from replayssm_jax.cache import AttentionLayer, AttentionSpec, RecurrentSpec, static
+from replayssm_jax.cache import AttentionSpec, RecurrentSpec, init_cache, static
 from replayssm_jax.config import ReplayConfig
 from replayssm_jax.precision import decode, encode, row_random
 from replayssm_jax.recurrence import gated_delta
@@ -171,8 +171,7 @@ def simulated_layers(
         if spec is None:
             return None
         if isinstance(spec, AttentionSpec):
-            shape = (rows, max_length, spec.kv_heads, spec.head_dim)
-            return AttentionLayer(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+            return init_cache((spec,), (None,), rows, max_length, replay=None, dtype=dtype).layers[0]
         return SimulatedLayer(
             checkpoint=jnp.zeros((rows, spec.heads, spec.head_dim, spec.d_state), jnp.float32),
             conv=jnp.zeros((rows, spec.conv_kernel - 1, spec.conv_channels), dtype),

@@ -6,6 +6,7 @@ Writes precision_drift.svg (divergence by position) and precision_heads.svg (err
 """
 
 import argparse
+import itertools
 import math
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from bench.plots import figure
 
 FP32, SHARED, SEPARATE = "FP32", "shared NVFP4, nearest", "NVFP4 read, FP32"
 STOCHASTIC = "NVFP4 read, FP8 stochastic"
+SHARED_STOCHASTIC = "shared NVFP4, stochastic"
 LINES = {
     SHARED: ("#c0392b", "o-"),
-    "shared NVFP4, stochastic": ("#c0392b", "s:"),
+    SHARED_STOCHASTIC: ("#c0392b", "s:"),
     "shared FP8, nearest": ("#d68910", "o-"),
     "shared FP8, stochastic": ("#d68910", "s:"),
     SEPARATE: ("#1b6ca8", "o-"),
@@ -46,9 +48,9 @@ def pick(records: list[dict], **fields: object) -> dict | None:
 
 
 def plain(record: dict, field: str) -> np.ndarray:
-    """A field of the texts without tasks, [texts, intervals]."""
+    """A field of the texts without tasks, [texts, intervals]; NaN where it was not finite."""
     rows = [row for row, name in zip(record[field], record["texts"], strict=True) if "tasks" not in name]
-    return np.asarray(rows)
+    return np.asarray(rows, np.float64)
 
 
 def inside(records: list[dict], record: dict) -> tuple[int, int]:
@@ -115,7 +117,7 @@ def _columns(records: list[dict], record: dict) -> list[str]:
 
 
 def by_length(records: list[dict]) -> str:
-    """Shared NVFP4 against NVFP4 read + FP32, by model and L: KL at the end, and squared errors by head."""
+    """Shared NVFP4 against NVFP4 read + FP32, by model and L: KL at the end, and its growth."""
     header = [
         "model",
         "L",
@@ -126,38 +128,85 @@ def by_length(records: list[dict]) -> str:
         "slope, shared",
         "slope, separate",
     ]
-    header += ["heads of 2,000 tokens and more", "error ratio / prediction", "within 2x"]
     rows = []
-    lengths = sorted({r["buffer_length"] for r in records})
-    for model in dict.fromkeys(r["model"] for r in records):
-        for length in lengths:
-            same = {"model": model, "buffer_length": length}
-            runs = [pick(records, **same, configuration=name) for name in (SHARED, SEPARATE)]
-            measured = pick(records, **same, heads=True)
-            if None in runs or measured is None:
-                continue
-            ends = [plain(run, "kl").mean(axis=0)[-1] for run in runs if run]
-            growth = ["{:+.2f} ± {:.2f}".format(*slope(run, CONTEXT)) for run in runs if run]
-            memory, predicted, ratio = heads(measured)
-            off = ratio / predicted
-            rows.append([f"`{model}`", f"{length}", f"{runs[0]['tokens']:,}" if runs[0] else "-"])
-            rows[-1] += [f"{end:.2g}" for end in ends] + [f"{ends[0] / ends[1]:.0f}", *growth]
-            rows[-1] += [f"{np.sum(memory >= 2000)} of {memory.size}", f"{np.median(off):.2f}"]
-            rows[-1] += [f"{100 * np.mean(np.abs(np.log2(off)) <= 1):.0f} %"]
+    for model, length in _runs(records):
+        same = {"model": model, "buffer_length": length}
+        shared, separate = (pick(records, **same, configuration=name) for name in (SHARED, SEPARATE))
+        if shared is None or separate is None:
+            continue
+        ends = [plain(run, "kl").mean(axis=0)[-1] for run in (shared, separate)]
+        growth = ["{:+.2f} ± {:.2f}".format(*slope(run, CONTEXT)) for run in (shared, separate)]
+        row = [f"`{model}`", f"{length}", f"{shared['tokens']:,}", *(f"{end:.2g}" for end in ends)]
+        rows.append([*row, f"{ends[0] / ends[1]:.0f}", *growth])
     return rows_of_table(header, rows)
+
+
+def by_memory(records: list[dict]) -> str:
+    """Squared errors by head, shared NVFP4 over NVFP4 read + FP32: measured against predicted ratio."""
+    header = ["model", "L", "heads that decay by e over", "heads", "predicted", "nearest", "within 2x"]
+    header += ["stochastic", "within 2x"]
+    rows = []
+    for model, length in _runs(records):
+        record = pick(records, model=model, buffer_length=length, heads=True)
+        if record is None:
+            continue
+        memory, predicted, nearest, stochastic = heads(record)
+        for low, high in itertools.pairwise((0, 4 * length, 2000, math.inf)):
+            here = (memory >= low) & (memory < high)
+            if here.any():
+                span = f"{low:,} to {high:,} tokens" if high < math.inf else f"{low:,} tokens and more"
+                row = [
+                    f"`{model}`",
+                    f"{length}",
+                    span,
+                    f"{np.sum(here)}",
+                    f"{np.median(predicted[here]):.3g}",
+                ]
+                for measured in (nearest, stochastic):
+                    row += [
+                        f"{np.median(measured[here]):.3g}",
+                        _within_twice(measured[here], predicted[here]),
+                    ]
+                rows.append(row)
+    return rows_of_table(header, rows)
+
+
+def _runs(records: list[dict]) -> list[tuple[str, int]]:
+    """Models and L of the records, the models in their order."""
+    models = dict.fromkeys(r["model"] for r in records)
+    lengths = sorted({r["buffer_length"] for r in records})
+    return [(model, length) for model in models for length in lengths]
 
 
 def tables(records: list[dict]) -> dict[str, str]:
     """The tables of the README, by name."""
-    made = {"precision": headline, "precision-by-length": by_length}
+    made = {"precision": headline, "precision-by-length": by_length, "precision-by-memory": by_memory}
     return {name: table(records) for name, table in made.items()} if records else {}
 
 
 def heads(record: dict) -> np.ndarray:
-    """By head: memory in tokens, predicted and measured ratio of squared errors, shared over separate."""
-    memory, rho = (np.concatenate(record[field]) for field in ("memory", "rho_squared"))
-    shared, separate = (np.concatenate(record["errors"][name]) for name in (SHARED, SEPARATE))
-    return np.stack([memory, 1 / (1 - rho), shared / separate])
+    """By head: memory in tokens, and squared errors of a shared NVFP4 state over those of NVFP4 reads.
+
+    The ratio predicted from the decays, and measured with rounding to nearest and stochastically. The error
+    of a stochastic rounding is larger from the start: its ratio is divided by that of heads that keep
+    nothing.
+    """
+
+    def joined(rows: list) -> np.ndarray:
+        return np.concatenate([np.asarray(row, np.float64) for row in rows])
+
+    separate = joined(record["errors"][SEPARATE])
+    predicted, nearest, stochastic = (
+        joined(rows) / separate
+        for rows in (record["predicted"], record["errors"][SHARED], record["errors"][SHARED_STOCHASTIC])
+    )
+    unit = np.median(stochastic[predicted < 1.1])
+    return np.stack([joined(record["memory"]), predicted, nearest, stochastic / unit])
+
+
+def _within_twice(measured: np.ndarray, predicted: np.ndarray) -> str:
+    with np.errstate(invalid="ignore"):
+        return f"{100 * np.mean(np.abs(np.log2(measured / predicted)) <= 1):.0f} %"
 
 
 def plot_growth(records: list[dict], path: Path, length: int = 16) -> None:
@@ -179,20 +228,23 @@ def plot_growth(records: list[dict], path: Path, length: int = 16) -> None:
         axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def plot_heads(records: list[dict], path: Path) -> None:
+def plot_heads(records: list[dict], path: Path, length: int = 16) -> None:
     """Measured against predicted ratio of squared errors, a dot a head, one panel a model."""
-    models = list(dict.fromkeys(r["model"] for r in records if r.get("heads")))
-    with figure(path, len(models), figsize=(3.6 * len(models), 3.4)) as axes:
+    models = _models(records, length)
+    with figure(path, len(models), figsize=(3.6 * len(models), 3.4), sharey=True) as axes:
         for axis, model in zip(axes, models, strict=True):
-            for length, marker in ((8, "v"), (16, "o"), (32, "s")):
-                record = pick(records, model=model, buffer_length=length, heads=True)
-                if record:
-                    _, predicted, ratio = heads(record)
-                    axis.plot(predicted, ratio, marker, markersize=3, alpha=0.6, label=f"L = {length}")
-            line = np.geomspace(1.0, axis.get_xlim()[1], 2)
+            record = pick(records, model=model, buffer_length=length, heads=True)
+            if record is None:
+                continue
+            _, predicted, nearest, stochastic = heads(record)
+            axis.plot(predicted, nearest, "o", color="#c0392b", markersize=3, label="nearest")
+            axis.plot(predicted, stochastic, "s", color="#1b6ca8", markersize=3, label="stochastic")
+            line = np.geomspace(1.0, predicted.max(), 2)
             axis.plot(line, line, color="grey", linewidth=0.8, label="prediction")
             axis.fill_between(line, line / 2, 2 * line, color="grey", alpha=0.15)
-            axis.set(title=model, xlabel="1 / (1 - ρ²) of the head", xscale="log", yscale="log")
+            axis.set(
+                title=model, xlabel="predicted from the decay", xscale="log", yscale="log", ylim=(0.3, 1e6)
+            )
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("squared error, shared NVFP4\nover NVFP4 read + FP32")
         axes[0].legend(fontsize=7)
