@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -73,7 +74,7 @@ def token_streams(data: Path, tokenizer: Path, length: int, texts: int) -> Strea
     return Streams(names, tokens, spans, np.zeros((0, length + 1), np.uint8))
 
 
-def numbers(values: np.ndarray, digits: int = 6) -> list:
+def numbers(values: np.ndarray, digits: int = 6) -> Any:
     """Nested lists of the values to so many digits; None for what is not finite."""
     if values.ndim:
         return [numbers(value, digits) for value in values]
@@ -102,7 +103,7 @@ def cells(kinds: np.ndarray, right: np.ndarray) -> np.ndarray:
         wrong = np.cumsum(~right[..., text, :], axis=-1)
         wrong = np.concatenate([np.zeros_like(wrong[..., :1]), wrong], axis=-1)
         whole = wrong[..., last - 1] == wrong[..., first - 1]
-        place = task, np.searchsorted(starts, first, side="right") - 1
-        np.add.at(counts, (..., *place, 1), 1)
-        np.add.at(counts, (..., *place, 0), whole)
+        place: Any = (..., task, np.searchsorted(starts, first, side="right") - 1)
+        np.add.at(counts[..., 1], place, 1)
+        np.add.at(counts[..., 0], place, whole)
     return counts
