@@ -238,6 +238,7 @@ def test_report_counts_cells_inside_the_interval():
     assert "1 of 2" in headline([truth, other])
 
 
+@pytest.mark.slow
 def test_predicted_errors_follow_the_measured_decay():
     """Mamba-2, one layer without a model: errors of single roundings, carried on by each window's decay."""
     rng, length, windows = np.random.default_rng(9), 4, 6
