@@ -41,9 +41,14 @@ class Place(NamedTuple):
 
 
 def read(paths: Iterable[Path], bench: str) -> list[dict]:
-    """Records of the result files among `paths` that a benchmark wrote."""
+    """Records of the result files among `paths` that a benchmark wrote, each with its file's commit."""
     results = [json.loads(path.read_text()) for path in paths]
-    return [record for result in results if result["bench"] == bench for record in result["records"]]
+    return [
+        record | {"commit": result.get("commit", "-")}
+        for result in results
+        if result["bench"] == bench
+        for record in result["records"]
+    ]
 
 
 def pairs(records: Sequence[dict]) -> dict[Place, dict[str, dict]]:
@@ -119,23 +124,23 @@ def generation(records: Sequence[dict]) -> str:
 
 def verification(records: Sequence[dict], window: int = 4) -> str:
     """Milliseconds of plain steps and of steps of T tokens of whole models, L = 16, with ratios of tokens a
-    second."""
+    second. Only steps of one commit stand in a row."""
     columns = (("eager", 1), ("replay", 1), ("replay", window), ("conventional", window))
-    found: dict[tuple[str, int], dict[tuple[str, int], dict]] = {}
+    found: dict[tuple[str, int, str], dict[tuple[str, int], dict]] = {}
     for record in records:
         if record["op"] != "concurrency" and not record["depth_cut"] and record["buffer_length"] == 16:
-            place = record["shape"], record["batch"]
+            place = record["shape"], record["batch"], record.get("commit", "-")
             found.setdefault(place, {})[record["method"], record["window"]] = record
     rows = []
-    for (shape, batch), steps_of in sorted(found.items()):
+    for (shape, batch, commit), steps_of in sorted(found.items()):
         cells = [f"{steps_of[c]['time_us'] / 1e3:.1f}" if c in steps_of else "-" for c in columns]
         rates = {column: record["tokens_per_second"] for column, record in steps_of.items()}
         for base in (("eager", 1), ("conventional", window)):
             known = base in rates and ("replay", window) in rates
             cells.append(f"{rates['replay', window] / rates[base]:.2f}" if known else "-")
-        rows.append([NAMES.get(shape, shape), str(batch), *cells])
+        rows.append([NAMES.get(shape, shape), str(batch), *cells, commit])
     header = ["model", "batch", "eager", "replay", f"replay T = {window}", f"conventional T = {window}"]
-    header += [f"T = {window} tokens/s over eager", "over conventional"]
+    header += [f"T = {window} tokens/s over eager", "over conventional", "commit"]
     return rows_of_table(header, rows)
 
 

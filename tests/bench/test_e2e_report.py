@@ -82,8 +82,14 @@ def test_verification_compares_tokens_a_second():
         | {"method": "replay", "window": 4, "time_us": 1.0, "tokens_per_second": 1.0, "buffer_length": 32},
         common | {"op": "concurrency", "method": "conventional", "window": 4, "rows": 3},
     ]
-    (line,) = e2e_report.verification(records).splitlines()[2:]
-    assert line == "| Nemotron-3-Nano-4B | 8 | 2.0 | - | 3.0 | - | 1.50 | - |"
+    # Another commit's step is compared with none of these.
+    records = [record | {"commit": "a"} for record in records]
+    records.append(records[1] | {"commit": "b", "method": "conventional"})
+    lines = e2e_report.verification(records).splitlines()[2:]
+    assert lines == [
+        "| Nemotron-3-Nano-4B | 8 | 2.0 | - | 3.0 | - | 1.50 | - | a |",
+        "| Nemotron-3-Nano-4B | 8 | - | - | - | 3.0 | - | - | b |",
+    ]
 
 
 def test_curves_of_whole_models():
