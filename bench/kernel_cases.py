@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from bench.shapes import SHAPES, Shape
+from replayssm_jax.precision import BITS
 
 # Ceilings measured on one H200 by CUPTI: a pure read stream, and a copy counting both directions.
 READ_BYTES_A_US = 4.58e6
 COPY_BYTES_A_US = 4.29e6
-STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ACTIVATION_BYTES = 2
 BATCHES = tuple(2**i for i in range(11))
 MAIN = ("super", "q122", "nano-4b", "qwen3.5-4b")
@@ -19,6 +19,8 @@ PEERS = {
     "mamba2": ("vllm", "vllm-replay", "authors-replay", "mamba-ssm", "flashinfer", "flashinfer-replay"),
     "gated_delta": ("vllm", "fla", "authors-replay"),
 }
+# Formats of a copy that outputs read, and of its checkpoint.
+COPIES = (("nvfp4", "fp32"), ("fp8_e4m3", "fp32"), ("nvfp4", "fp16"))
 # Peers that are also timed at other batches than 256, and at which.
 LEADING = ("vllm", "vllm-replay", "authors-replay", "fla")
 LEADING_BATCHES = (1, 16, 64, 128, 256, 512, 1024)
@@ -26,14 +28,18 @@ LEADING_BATCHES = (1, 16, 64, 128, 256, 512, 1024)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One kernel at one size: what is traced and compiled once. `launch`: launch parameters that differ from
-    the table's."""
+    """One kernel at one size: what is traced and compiled once.
+
+    state: format that outputs read. recurrence: format of the checkpoint where outputs read a copy of it, ""
+    where they read the checkpoint. launch: launch parameters that differ from the table's.
+    """
 
     shape: str
     batch: int
     method: str
     tokens: int = 1
     state: str = "fp32"
+    recurrence: str = ""
     buffer_length: int = 16
     launch: tuple[tuple[str, int], ...] = ()
 
@@ -45,7 +51,7 @@ class Case:
             self.method,
             "T",
             self.tokens,
-            self.state,
+            f"{self.state} of {self.recurrence}" if self.recurrence else self.state,
             "L",
             self.buffer_length,
         )
@@ -71,6 +77,10 @@ def cases(names: Iterable[str], batches: Iterable[int], peers: bool) -> list[Cas
         add(name, ("replay", *of(name, ("authors-replay",))), batch=first, tokens=4)
         for state in ("bf16", "fp16"):
             add(name, ("replay", "eager"), batch=first, state=state)
+    for name in main:
+        for state, recurrence in COPIES:
+            add(name, ("replay",), batch=first, state=state, recurrence=recurrence)
+        add(name, ("replay",), batch=first, tokens=4, state="nvfp4", recurrence="fp32")
     for name in main:
         for tokens in (2, 8):
             add(name, ("replay",), batch=first, tokens=tokens)
@@ -111,26 +121,31 @@ def phases(batch: int, tokens: int, buffer_length: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(lengths).reshape(steps, batch)
 
 
-def traffic(
-    shape: Shape, lengths: np.ndarray, flush: np.ndarray, tokens: int, state: int
-) -> tuple[float, float]:
+def state_bytes(shape: Shape, format: str) -> float:
+    """Bytes of one row's state; fp8_e4m3 and nvfp4 have a float32 scale a row of K, nvfp4 a byte for 16."""
+    scales = 32 / shape.d_state if format in ("fp8_e4m3", "nvfp4") else 0.0
+    scales += 8 / 16 if format == "nvfp4" else 0.0
+    return shape.state_elements() * (BITS[format] + scales) / 8
+
+
+def traffic(case: Case, lengths: np.ndarray, flush: np.ndarray) -> tuple[float, float]:
     """Bytes that a replay step must read or write once, and bytes of state that it must rewrite, counted
-    once."""
-    one_state = shape.state_elements() * state
+    once; lengths, flush [batch]."""
+    shape, tokens = SHAPES[case.shape], case.tokens
+    read, checkpoint = (state_bytes(shape, format) for format in (case.state, case.recurrence or case.state))
     entry = shape.token_bytes(ACTIVATION_BYTES)
     rows = lengths.size
-    read = (rows - flush.sum()) * one_state + lengths.sum() * entry + rows * tokens * entry
-    written = rows * tokens * (entry + shape.heads * shape.head_dim * ACTIVATION_BYTES)
-    return float(read + written), float(flush.sum() * one_state)
+    streamed = (rows - flush.sum()) * read + lengths.sum() * entry + rows * tokens * entry
+    streamed += rows * tokens * (entry + shape.heads * shape.head_dim * ACTIVATION_BYTES)
+    if case.recurrence:
+        streamed += flush.sum() * read
+    return float(streamed), float(flush.sum() * checkpoint)
 
 
 def bounds(case: Case, lengths: np.ndarray, flush: np.ndarray) -> dict:
     """Bytes moved a step and the time that they take at the measured ceilings; lengths and flush [steps,
     batch]."""
-    moved = [
-        traffic(SHAPES[case.shape], a, b, case.tokens, STATE_BYTES[case.state])
-        for a, b in zip(lengths, flush, strict=True)
-    ]
+    moved = [traffic(case, a, b) for a, b in zip(lengths, flush, strict=True)]
     streamed, rewritten = (float(x) for x in np.mean(moved, axis=0))
     floor = streamed / READ_BYTES_A_US + 2 * rewritten / COPY_BYTES_A_US
     return {"bytes": int(streamed + 2 * rewritten), "floor_us": round(floor, 2)}
@@ -146,7 +161,7 @@ def record(case: Case, times: np.ndarray, operation: str, phase: str, **fields: 
         "op": operation,
         "phases": phase,
         "state": case.state,
-        "recurrence": case.state,
+        "recurrence": case.recurrence or case.state,
         "window": case.tokens,
         "buffer_length": case.buffer_length,
         **({"launch": dict(case.launch)} if case.launch else {}),

@@ -7,6 +7,7 @@ import numpy as np
 
 from bench.peers.base import Token, serial_step
 from bench.shapes import Shape
+from replayssm_jax import precision
 
 TOLERANCE = 1e-2  # RMS ratio of bfloat16 outputs; a wrong term gives a tenth and more.
 
@@ -20,6 +21,18 @@ def chosen_rows(flushes: np.ndarray) -> np.ndarray:
 def take(arrays: Any, rows: jax.Array) -> Any:
     """The rows of every array."""
     return jax.tree.map(lambda array: array[rows], arrays)
+
+
+def states_of(buffers: tuple, flushes: np.ndarray) -> tuple:
+    """What the rows of a launch work on: (states float32 [B, H, V, K], ring) of (checkpoint, copy, ring), the
+    states of rows that flush from the checkpoint, others' from the copy where there is one; (state,) of an
+    eager one."""
+    states = np.asarray(precision.decode(buffers[0]))
+    if len(buffers) == 1:
+        return (states,)
+    if buffers[1] is not None:
+        states = np.where(flushes[:, None, None, None], states, precision.decode(buffers[1]))
+    return states, buffers[2]
 
 
 def tokens_of(shape: Shape, arrays: tuple, place: int, reader: np.ndarray | None = None) -> Token:
@@ -48,7 +61,7 @@ def errors(
 ) -> dict[str, float]:
     """RMS ratios `error` of the outputs and, where a state was written, `state_error` of the states.
 
-    before, after: (checkpoint [B, H, V, K], ring) around the launch, or (state,) of an eager one; given: the
+    before, after: from `states_of`, around the launch; given: the
     new tokens and readers [B, G, T, K]; outputs [B, T, H, V]; start, lengths [B]: position of the first
     committed token, and how many there are.
     """

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,15 +12,19 @@ import numpy as np
 from bench import kernel_check, timing
 from bench.kernel_cases import Case, bounds, programs, record, step_means
 from bench.shapes import SHAPES, Shape
-from pallas_kernels import gated_delta, launch, mamba2
+from pallas_kernels import gated_delta, launch, mamba2, rewrite
+from replayssm_jax import precision
+from replayssm_jax.precision import BITS
 
 KERNELS = {"mamba2": mamba2, "gated_delta": gated_delta}
 ACTIVATION = jnp.bfloat16
-STATE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
-def draw(shape: Shape, batch: int, tokens: int, slots: int, state: Any) -> tuple:
-    """Random (checkpoint, ring), (new tokens, reader, constants) and ring origins of a layer."""
+def draw(shape: Shape, batch: int, tokens: int, slots: int, state: str, recurrence: str) -> tuple:
+    """Random (checkpoint, copy, ring), (new tokens, reader, constants) and ring origins of a layer.
+
+    Formats as in `kernel_cases.Case`.
+    """
     keys = iter(jax.random.split(jax.random.key(batch), 16))
     width = shape.heads // shape.groups * shape.head_dim
 
@@ -41,11 +46,35 @@ def draw(shape: Shape, batch: int, tokens: int, slots: int, state: Any) -> tuple
     constants = None
     if shape.recurrence == "mamba2":
         constants = jnp.stack([jnp.linspace(-8.0, -1.0, shape.heads), jnp.ones(shape.heads)])
-    checkpoint = normal(batch, shape.heads, shape.head_dim, shape.d_state, dtype=state)
+    exact = normal(batch, shape.heads, shape.head_dim, shape.d_state, dtype=jnp.float32)
+    checkpoint, copy = precision.encode(exact, recurrence or state), None
+    if recurrence:
+        copy = precision.encode(precision.decode(checkpoint), state)
+        copy = precision.in_order(copy, lanes=True) if isinstance(copy, precision.Scaled) else copy
     ring = tokens_of(slots)
     reader = normal(batch, shape.groups, tokens, shape.d_state, dtype=ACTIVATION)
     start = jax.random.randint(next(keys), (batch,), 0, 10_000)
-    return (checkpoint, ring), (tokens_of(tokens), reader, constants), start
+    return (checkpoint, copy, ring), (tokens_of(tokens), reader, constants), start
+
+
+def replay_step(case: Case, kernels: Any, parameters: launch.LaunchParameters) -> Callable:
+    """The step of buffers as `draw` makes them, inputs and a row plan: outputs and the buffers after it."""
+    options = {"out_dtype": ACTIVATION, "parameters": parameters}
+
+    def plain(buffers: tuple, inputs: tuple, plan: tuple) -> tuple:
+        checkpoint, copy, ring = buffers
+        outputs, checkpoint, ring = kernels.step(checkpoint, ring, *inputs, plan, **options)
+        return outputs, checkpoint, copy, ring
+
+    def stored(buffers: tuple, inputs: tuple, plan: tuple) -> tuple:
+        *both, ring = buffers
+        arrays = (tuple(jax.tree.leaves(one)) for one in both)
+        formats = rewrite.Formats(case.recurrence, case.state)
+        outputs, *new, ring = kernels.KERNELS.stored_step(*arrays, ring, *inputs, plan, formats, **options)
+        kept = (jax.tree.unflatten(jax.tree.structure(a), b) for a, b in zip(both, new, strict=True))
+        return outputs, *kept, ring
+
+    return stored if case.recurrence else plain
 
 
 def _shape(output: Any) -> jax.ShapeDtypeStruct:
@@ -58,23 +87,18 @@ class OwnLayer:
     def __init__(self, case: Case, repeats: int) -> None:
         self.case, self.repeats = case, repeats
         shape = SHAPES[case.shape]
-        itemsize = jnp.dtype(STATE[case.state]).itemsize
         parameters = launch.step_parameters(
-            jax.devices()[0].device_kind, shape.recurrence, case.tokens, itemsize
+            jax.devices()[0].device_kind, shape.recurrence, case.tokens, BITS[case.state] / 8
         )
         parameters = dataclasses.replace(parameters, **dict(case.launch))
         kernels = KERNELS[shape.recurrence]
         slots = launch.ring_slots(case.buffer_length, case.tokens)
-        make = jax.jit(functools.partial(draw, shape, case.batch, case.tokens, slots, STATE[case.state]))
+        sizes = shape, case.batch, case.tokens, slots, case.state, case.recurrence
+        make = jax.jit(functools.partial(draw, *sizes))
         buffers, inputs, start = jax.eval_shape(make)
         rows = jax.ShapeDtypeStruct((case.batch,), jnp.bool_), start, start
-        if case.method == "replay":
-            kernel = functools.partial(kernels.step, out_dtype=ACTIVATION, parameters=parameters)
-
-            def step(buffers: tuple, inputs: tuple, plan: tuple) -> tuple:
-                return kernel(*buffers, *inputs, plan)
-
-        else:
+        step = replay_step(case, kernels, parameters)
+        if case.method == "eager":
 
             def step(buffers: tuple, inputs: tuple, plan: tuple) -> tuple:
                 del plan
@@ -145,6 +169,9 @@ class OwnLayer:
     def check(self) -> None:
         """Compares outputs and states of two rows of the timed launch with a serial float64 loop."""
         before, given, after, outputs, start, lengths = self.checked
+        flushes = lengths + self.case.tokens > self.case.buffer_length
+        with jax.default_device(jax.devices("cpu")[0]):
+            before, after = (kernel_check.states_of(buffers, flushes) for buffers in (before, after))
         errors = kernel_check.errors(SHAPES[self.case.shape], before, given, after, outputs, start, lengths)
         if not errors["error"] < kernel_check.TOLERANCE:
             raise RuntimeError(f"wrong results: {errors}")

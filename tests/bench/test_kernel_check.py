@@ -10,6 +10,7 @@ import pytest
 from bench import kernel_check
 from bench.peers.base import mamba2_rates
 from bench.shapes import Shape
+from replayssm_jax import precision
 from tests.pallas_kernels import cases
 
 SHAPES = {
@@ -53,6 +54,17 @@ def test_rows_are_taken_from_every_array():
     taken = kernel_check.take({"a": jnp.arange(6), "b": jnp.arange(12).reshape(6, 2)}, np.array([4, 1]))
     np.testing.assert_array_equal(taken["a"], [4, 1])
     np.testing.assert_array_equal(taken["b"], [[8, 9], [2, 3]])
+
+
+def test_rows_that_flush_work_on_the_checkpoint_and_others_on_the_copy():
+    exact = jnp.asarray(np.random.default_rng(0).standard_normal((2, 2, 4, 128)), jnp.float32)
+    copy = precision.in_order(precision.encode(exact, "nvfp4"), lanes=True)
+    states, ring = kernel_check.states_of((exact, copy, "ring"), np.array([True, False]))
+    assert ring == "ring"
+    np.testing.assert_array_equal(states[0], exact[0])
+    np.testing.assert_array_equal(states[1], precision.decode(precision.encode(exact, "nvfp4"))[1])
+    np.testing.assert_array_equal(kernel_check.states_of((exact, None, "ring"), np.array([False]))[0], exact)
+    assert len(kernel_check.states_of((exact,), np.array([True, False]))) == 1
 
 
 def test_an_eager_launch_is_one_token_from_the_old_state():
