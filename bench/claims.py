@@ -58,7 +58,7 @@ def device(results: Results, files: Sequence[str]) -> str:
 
 def kernels(results: Results) -> list[dict]:
     """Records of the kernel benchmark."""
-    return results.get("kernel_decode", {"records": []})["records"]
+    return [record for records in of_bench(results, "bench.kernel_decode").values() for record in records]
 
 
 def traffic(results: Results) -> Answer | None:
@@ -77,7 +77,7 @@ def traffic(results: Results) -> Answer | None:
         conditions="batch 256, flushes included at their true rate; bytes follow from the sizes, the "
         "least time "
         "from measured bandwidths",
-        files=["kernel_decode"],
+        files=list(of_bench(results, "bench.kernel_decode")),
     )
 
 
@@ -92,7 +92,7 @@ def exactness(results: Results) -> Answer | None:
         figure=f"RMS ratio to a float64 loop: states at most {max(states):.1e}, bfloat16 outputs at most "
         f"{max(outputs):.1e} (their rounding)",
         conditions=f"{len(outputs)} records of the timed launches, float32 states, T = 1 to 8",
-        files=["kernel_decode"],
+        files=list(of_bench(results, "bench.kernel_decode")),
     )
 
 
@@ -112,7 +112,7 @@ def kernel_speedup(results: Results) -> Answer | None:
         conditions="batch 256, flush included, against the fastest eager kernel of any peer, each "
         "with its best "
         "launch of a sweep",
-        files=["kernel_decode"],
+        files=list(of_bench(results, "bench.kernel_decode")),
     )
 
 
@@ -158,7 +158,7 @@ def saturation(results: Results) -> Answer | None:
     return Answer(
         figure=figure + (f"; whole steps: {whole.figure}" if whole else ""),
         conditions="peers from batch 128 on; gains of our kernels over our eager kernel",
-        files=["kernel_decode", *(whole.files if whole else ())],
+        files=[*of_bench(results, "bench.kernel_decode"), *(whole.files if whole else ())],
     )
 
 
@@ -255,7 +255,7 @@ def low_precision_reads(results: Results) -> Answer | None:
     return Answer(
         figure=", ".join(parts),
         conditions="batch 256, T = 1, rings at mean fill, against our kernel reading float32",
-        files=["kernel_decode"],
+        files=list(of_bench(results, "bench.kernel_decode")),
     )
 
 

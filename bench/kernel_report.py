@@ -112,17 +112,17 @@ def by_format(records: list[dict], batch: int = 256) -> str:
     reads; copies of 8 and 4 bits are made of a float32 checkpoint."""
     columns = [(1, "fp32"), (2, "fp32"), (4, "fp32"), (8, "fp32"), (1, "bf16"), (1, "fp16")]
     columns += [(1, "fp8_e4m3"), (1, "nvfp4"), (4, "nvfp4")]
-    rows = []
-    for shape in MAIN:
+
+    def time(shape: str, window: int, state: str) -> str:
         fields = {"shape": shape, "batch": batch, "method": "replay", "op": "nonflush"}
-        cells = [
-            _time(pick(records, **fields, window=window, state=state, recurrence=checkpoint))
-            for window, state in columns
-            for checkpoint in [state if state in ("bf16", "fp16") else "fp32"]
-        ]
-        if set(cells) != {"-"}:
-            rows.append([f"`{shape}`", *cells])
-    return rows_of_table(["shape", *(f"T = {window}, {state}" for window, state in columns)], rows)
+        checkpoint = state if state in ("bf16", "fp16") else "fp32"
+        return _time(pick(records, **fields, window=window, state=state, recurrence=checkpoint))
+
+    cells = {column: [time(shape, *column) for shape in MAIN] for column in columns}
+    known = [column for column in columns if set(cells[column]) != {"-"}]
+    rows = [[f"`{shape}`", *(cells[column][i] for column in known)] for i, shape in enumerate(MAIN)]
+    rows = [row for row in rows if set(row[1:]) != {"-"}]
+    return rows_of_table(["shape", *(f"T = {window}, {state}" for window, state in known)], rows)
 
 
 def tables(records: list[dict]) -> dict[str, str]:

@@ -108,8 +108,11 @@ def by_context(records: Sequence[dict]) -> dict[tuple[str, int, str], tuple[list
 
 
 def whole_models(records: Sequence[dict], path: Path, batch: int = 256) -> None:
-    """Writes the figure of whole models: speed-up by batch, step by context, steps over floors."""
-    with figure(path, 3, figsize=(13, 3.6)) as axes:
+    """Writes the figure of whole models: speed-up by batch, steps over floors, and step by context where
+    several contexts were measured."""
+    lines = by_context(records)
+    panels = 3 if lines else 2
+    with figure(path, panels, figsize=(4.4 * panels, 3.6)) as axes:
         for (shape, cut), (batches, ratios) in by_batch(records).items():
             label = f"{shape}, depth cut" if cut else shape
             axes[0].plot(
@@ -118,23 +121,24 @@ def whole_models(records: Sequence[dict], path: Path, batch: int = 256) -> None:
         axes[0].axhline(1.0, color="grey", linewidth=0.8)
         axes[0].set(xlabel="batch", ylabel="eager step / replay step")
         axes[0].set_xscale("log", base=2)
-        for (shape, rows, method), (contexts, times) in by_context(records).items():
-            label = f"{shape}, batch {rows}, {method}"
-            axes[1].plot(
-                contexts, times, METHOD_STYLES[method], color=COLOURS[shape], label=label, markersize=4
-            )
-        axes[1].set(xlabel="context, tokens", ylabel="ms a step (depth cut)", xscale="log", yscale="log")
         bars = [
             (f"{place.shape}\n{method}", pair[method])
             for place, pair in e2e_report.pairs(records).items()
             for method in ("eager", "replay")
             if place.batch == batch and place.plain and not place.depth_cut
         ]
-        roofline_bars(axes[2], bars)
-        axes[2].set(ylabel=f"ms a step, batch {batch}")
+        roofline_bars(axes[1], bars)
+        axes[1].set(ylabel=f"ms a step, batch {batch}")
+        for (shape, rows, method), (contexts, times) in lines.items():
+            label = f"{shape}, batch {rows}, {method}"
+            axes[2].plot(
+                contexts, times, METHOD_STYLES[method], color=COLOURS[shape], label=label, markersize=4
+            )
+            axes[2].set(xlabel="context, tokens", ylabel="ms a step (depth cut)", xscale="log", yscale="log")
         for axis in axes:
             axis.grid(alpha=0.3)
             axis.legend(fontsize=7)
+        axes[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def roofline_bars(axis: Any, bars: Sequence[tuple[str, dict]]) -> None:
