@@ -514,10 +514,11 @@ def document(results: Results) -> str:
         used += answer.files
         conditions = f"{device(results, answer.files)}; {answer.conditions}"
         rows.append([*theirs, answer.figure, conditions, ", ".join(f"`{name}`" for name in answer.files)])
-    commands = [
-        f"- `{name}` (commit {results[name]['commit']}): `{results[name]['command']}`"
-        for name in sorted(set(used))
-    ]
+    commands = []
+    for name in sorted(set(used)):
+        head = results[name]
+        note = f" {head['note']}" if head.get("note") else ""
+        commands.append(f"- `{name}` (commit {head['commit']}): `{head['command']}`{note}")
     return "\n".join(
         [
             "# Claims",
