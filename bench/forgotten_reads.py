@@ -64,7 +64,7 @@ def build(shape: Shape, batch: int, method: ReplayConfig, share: jax.Array) -> t
     """
     module = RECURRENCES[shape.recurrence]
     slots = ring_slots(method)
-    (state, ring), (new, reader, constants), _ = draw(shape, batch, 1, slots, jnp.float32)
+    (state, _, ring), (new, reader, constants), _ = draw(shape, batch, 1, slots, "fp32")
     index = jnp.arange(shape.heads, dtype=jnp.float32)
     forgets = jnp.floor((index + 1) * share) > jnp.floor(index * share)
     decay = jnp.where(forgets, FORGETS, REMEMBERS)

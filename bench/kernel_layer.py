@@ -20,7 +20,7 @@ KERNELS = {"mamba2": mamba2, "gated_delta": gated_delta}
 ACTIVATION = jnp.bfloat16
 
 
-def draw(shape: Shape, batch: int, tokens: int, slots: int, state: str, recurrence: str) -> tuple:
+def draw(shape: Shape, batch: int, tokens: int, slots: int, state: str, recurrence: str = "") -> tuple:
     """Random (checkpoint, copy, ring), (new tokens, reader, constants) and ring origins of a layer.
 
     Formats as in `kernel_cases.Case`.
