@@ -11,6 +11,7 @@ import pytest
 
 import replayssm_jax as rs
 from replayssm_jax import backend, precision
+from replayssm_jax import cache as cache_module
 from replayssm_jax.cache import RecurrentSpec, cache_bytes, init_cache
 from replayssm_jax.config import PRECISIONS
 from replayssm_jax.precision import decode, encode
@@ -252,6 +253,26 @@ def test_cache_operations_keep_checkpoint_and_copy_together(tmp_path):
     assert bits(restored) == bits(cache)
     with pytest.raises(ValueError, match="insert needs the same replay"):
         rs.insert(cache, model.init_cache(1, 64, SEPARATE), [0])
+
+
+def test_copies_of_the_kernels_keep_their_order_of_bits(monkeypatch, tmp_path):
+    """A prefill writes it, a saved cache has the order of `encode`, and so has one restored without a GPU."""
+    monkeypatch.setattr(
+        cache_module, "resolve", lambda asked, *_: dataclasses.replace(asked, implementation="pallas")
+    )
+    model = lookup("gated_delta")
+    cache = model.init_cache(BATCH, 64, STOCHASTIC)
+    assert cache.layers[0].copy.lanes
+    _, cache = rs.prefill(model, TEXTS[:, :9], np.asarray([9, 3, 7], np.int32), cache)
+    layer = cache.layers[0]
+    plain = encode(decode(layer.checkpoint), "nvfp4")
+    assert layer.copy.lanes and bits(layer.copy) != bits(plain)
+    assert bits(precision.in_order(layer.copy, lanes=False)) == bits(plain)
+    np.testing.assert_array_equal(decode(layer.copy), decode(plain))
+    rs.save_cache(cache, tmp_path / "saved")
+    restored = rs.restore_cache(tmp_path / "saved")
+    assert restored.replay.implementation == "xla" and not restored.layers[0].copy.lanes
+    assert bits(restored.layers[0].copy) == bits(plain)
 
 
 def test_bytes_of_every_precision():
