@@ -13,9 +13,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from pallas_kernels.pipeline import tiled_layout
 
 BLOCK = 16
@@ -38,27 +35,43 @@ def fours(numbers: list) -> list:
 
 
 class Fragments:
-    """Left operands of products in float32 precision, by the lanes of a warp: g = row, q = quad."""
+    """Left operands of products in float32 precision, by the lanes of a warp: g = row, q = quad.
 
-    def __init__(self, ops: Any) -> None:
-        self.ops = ops
+    part_count: bfloat16 parts that a tile's numbers are sums of.
+    """
+
+    def __init__(self, ops: Any, part_count: int = 3) -> None:
+        self.ops, self.part_count = ops, part_count
         self.row, self.quad = ops.lane // 4, ops.lane & 3
         self.zero = ops.low(self.quad & 0)
 
-    def split(self, pairs: list) -> list:
-        """Three lists of packed bfloat16 that add up to the pairs of float32, largest first."""
-        parts = []
-        for _ in range(3):
+    def split(self, pairs: list, count: int) -> list:
+        """Lists of packed bfloat16 that add up to the pairs of float32, largest first."""
+        parts: list = []
+        while True:
             packed = [self.ops.pack(*pair) for pair in pairs]
             parts.append(packed)
+            if len(parts) == count:
+                return parts
             pairs = [
                 (a - self.ops.low(p), b - self.ops.high(p)) for (a, b), p in zip(pairs, packed, strict=True)
             ]
-        return parts
 
     def left(self, top: list, bottom: list) -> list:
         """Left operands, one a part, of 16 columns of rows g and g + 8."""
-        return self.split([tuple(top[:2]), tuple(bottom[:2]), tuple(top[2:]), tuple(bottom[2:])])
+        pairs = [tuple(top[:2]), tuple(bottom[:2]), tuple(top[2:]), tuple(bottom[2:])]
+        return self.split(pairs, self.part_count)
+
+    def product(self, totals: list, left: list, columns: list) -> list:
+        """totals [n] + left operand x right operands, one an n."""
+        return [self.ops.product(total, left, right) for total, right in zip(totals, columns, strict=True)]
+
+    def products(self, sums: list, left: list, columns: list) -> list:
+        """sums [n][part] + left operands, one a part, x right operands, one an n."""
+        return [
+            [self.ops.product(total, part, right) for total, part in zip(parts, left, strict=True)]
+            for parts, right in zip(sums, columns, strict=True)
+        ]
 
     def joined(self, sums: list) -> list:
         """Sums over parts, small ones first."""
@@ -73,8 +86,8 @@ class Products(Fragments):
     8 n + 2 q + 1.
     """
 
-    def __init__(self, ops: Any, keys: Any, slot: Callable[[Any], Any]) -> None:
-        super().__init__(ops)
+    def __init__(self, ops: Any, keys: Any, slot: Callable[[Any], Any], part_count: int = 3) -> None:
+        super().__init__(ops, part_count)
         self.keys, self.token = keys, ops.lane & (BLOCK - 1)
         # The tokens of a product over tokens that this lane holds, for each row.
         self.tokens = [self.quad * 2 + offset for offset in (0, 1, 8, 9)]
@@ -83,14 +96,17 @@ class Products(Fragments):
 
     def project(self, p: Any, left: list, sums: list, gram: list) -> tuple[list, list]:
         """Adds columns 16 p .. 16 p + 15 of rows x keys^T, sums [n][part], and of keys x keys^T, gram [n]."""
-        ops = self.ops
-        tiles = [ops.quad(self.keys, slot, self.quad * 4 + p * 16) for slot in self._key_slots]
-        both = [tiles[0][0], tiles[1][0], tiles[0][1], tiles[1][1]]
-        sums = [
-            [ops.product(total, part, right) for total, part in zip(parts, left, strict=True)]
-            for parts, right in zip(sums, tiles, strict=True)
-        ]
-        return sums, [ops.product(total, both, right) for total, right in zip(gram, tiles, strict=True)]
+        tiles, both = self._columns(p), self.key_rows(p)
+        return self.products(sums, left, tiles), self.product(gram, both, tiles)
+
+    def _columns(self, p: Any) -> list:
+        """Right operands of columns 16 p .. 16 p + 15 of the keys."""
+        return [self.ops.quad(self.keys, slot, self.quad * 4, p * 16) for slot in self._key_slots]
+
+    def key_rows(self, p: Any) -> list:
+        """The same columns as a left operand: at row i the key of token i."""
+        first, second = self._columns(p)
+        return [first[0], second[0], first[1], second[1]]
 
     def nothing(self, parts: int) -> tuple[list, list]:
         """The sums of `project` before the first columns."""
@@ -100,13 +116,13 @@ class Products(Fragments):
     def parts(self, columns: list) -> list:
         """Left operands of columns over tokens."""
         pairs = [tuple(columns[n][2 * half : 2 * half + 2]) for n in range(2) for half in range(2)]
-        return self.split(pairs)
+        return self.split(pairs, 3)
 
     def add(self, p: Any, halves: list, parts: list) -> list:
         """Columns 16 p .. 16 p + 15 of rows g and g + 8, plus columns over tokens x keys."""
         ops = self.ops
         top, bottom = halves
-        words = [ops.pair(self.keys, slot, self.row * 2 + p * 16) for slot in self.slots]
+        words = [ops.pair(self.keys, slot, self.row * 2, p * 16) for slot in self.slots]
         new: list = [[None] * 4, [None] * 4]
         for j, choose in enumerate((ops.lows, ops.highs)):
             right = [choose(words[0], words[1]), choose(words[2], words[3])]
@@ -152,6 +168,7 @@ class Warp(Products):
         cursor: tuple,
         head: Any,
         constants: tuple = (),
+        part_count: int = 3,
     ) -> None:
         self.values, keys, self.scalars = ring
         begin, self.first, self.length = cursor
@@ -164,7 +181,7 @@ class Warp(Products):
             place = ops.select(place < slots, place, place - slots)
             return ops.select(age < self.length, place, begin)
 
-        super().__init__(ops, keys, slot)
+        super().__init__(ops, keys, slot, part_count)
         self._own_slot = slot(self.token)
 
     def scalar(self, index: int) -> Any:
@@ -210,61 +227,3 @@ class Warp(Products):
 def tile_rows(flat: list) -> list:
     """A lane's registers of a tile as [p][row g, row g + 8]."""
     return [flat[2 * p : 2 * p + 2] for p in range(len(flat) // 2)]
-
-
-Fold = Callable[[Warp], list]
-
-
-def fold_block(
-    rule: Fold,
-    plgpu: Any,
-    layout: Any,
-    state: jax.Array,
-    buffers: tuple,
-    cursors: tuple[jax.Array, ...],
-    constants: tuple,
-    head_dim: int,
-) -> jax.Array:
-    """State tile [64, K] after the block of up to 16 tokens that begins with token `first`.
-
-    buffers: values [R, 64], keys [R, K] and a tuple of scalars [R, heads] in shared memory; cursors int32:
-    begin, first, length, the scalars' column of the tile's first row, and that row's place in the group.
-    constants: a scalar or [64] each.
-    """
-    from jax.experimental.mosaic.gpu import FragmentedArray
-
-    from pallas_kernels.lanes import Lanes, first_element, repack, unpack
-
-    values, keys, scalars = buffers
-    ref = plgpu.RefType()
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            layout,
-            ref,
-            ref,
-            (ref,) * len(scalars),
-            (layout,) * len(cursors),
-            (layout.reduce(1),) * len(constants),
-        ),
-        return_type=plgpu.ShapeDtypeStruct(state.shape, jnp.float32, layout=layout),
-    )
-    def fold(_, tile, values, keys, scalars, cursors, constants):
-        ops = Lanes()
-        begin, oldest, length, column, row = map(first_element, cursors)
-        head = column + ((row + ops.warp * BLOCK) // head_dim - row // head_dim)
-        warp = Warp(
-            ops,
-            tile_rows(unpack(tile.registers.flat)),
-            (values, keys, scalars),
-            keys.type.shape[0],
-            (begin, oldest, length),
-            head,
-            tuple(map(first_element, constants)),
-        )
-        result = [four for halves in rule(warp) for four in halves]
-        registers = tile.registers.copy()
-        registers.flat[:] = repack(result)
-        return FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
-
-    return fold(state, values, keys, scalars, cursors, constants)

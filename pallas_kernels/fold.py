@@ -12,23 +12,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.blocks import BLOCK, Fold, block_layout, fold_block
+from pallas_kernels.appends import store_scalars, store_tokens
+from pallas_kernels.blocks import BLOCK, block_layout
 from pallas_kernels.launch import TILE, Unsupported, flushes_beside, mosaic_gpu
-from pallas_kernels.new_tokens import write_outputs
 from pallas_kernels.pipeline import (
     CTA_SHARED_BYTES,
     SMS,
     Geometry,
     Operands,
-    granule_live,
     pin_plain,
     row_products,
     row_sums,
     shared_bytes,
     tiled_layout,
 )
-from pallas_kernels.readout import store_row
 from pallas_kernels.rewrite import FLOAT32, Formats, Writer, decoded
+from pallas_kernels.warp_programs import fold_block, key_transforms, write_outputs
 
 
 def state_layout(plgpu: Any) -> Any:
@@ -60,7 +59,8 @@ class TokenRule:
     old state times the reader [64], key . reader and, reads_key, the old state times the key. history(tile,
     state, length, read, read_scalars) -> state folds the committed tokens: read(j) gives value, key and
     scalars of the j-th, read_scalars(j) the scalars alone (a scalar each, or [64] where a tile holds several
-    heads). block folds up to 16 of them at once, in the lanes of a warp; factors(ops, constants, scalars)
+    heads). block(warp) folds up to 16 of them at once, in the lanes of a warp; with
+    reads_key, block(warp, new) also makes the outputs of the call's tokens. factors(ops, constants, scalars)
     gives a lane decay and rate of a token: u = rate (value - decay old state x key) or, without reads_key,
     rate x value. skip: the head constant that weighs a token's own value in its output.
     """
@@ -68,7 +68,7 @@ class TokenRule:
     token: Callable[..., jax.Array]
     read: Callable[..., jax.Array]
     history: Callable[..., jax.Array]
-    block: Fold
+    block: Callable[..., list]
     factors: Callable[..., tuple]
     reads_key: bool
     scalars: int
@@ -223,7 +223,6 @@ def flush_work(
     workers: int = 1,
     formats: Formats = FLOAT32,
     stages: int = 2,
-    granule: int = 8,
     claims: bool = False,
     interpret: Any = None,
 ) -> tuple[dict, Callable[..., None], list]:
@@ -240,12 +239,15 @@ def flush_work(
     fused = interpret is None
     ring, tokens, tiles, groups = geo.ring, geo.tokens, geo.tiles, geo.groups
     row_tiles = groups * tiles
-    granules = ring // granule
     value_dtype, key_dtype = operands.new_values.dtype, operands.new_keys.dtype
     reader_dtype, state_dtype = operands.reader.dtype, operands.state.dtype
     # Exact products need bfloat16 inputs; a warp's 16 rows must share a head.
     sixteen = {jnp.dtype(x.dtype) for x in (operands.new_values, operands.new_keys, operands.reader)}
     blocks = fused and sixteen == {jnp.dtype(jnp.bfloat16)} and not geo.head_dim % BLOCK
+    # Projections that the fold needs anyway serve the outputs, unless the stored state is rounded.
+    joint = blocks and rule.reads_key and jnp.dtype(state_dtype) == jnp.float32
+    # Parts in bfloat16 of a state as stored.
+    exact = {"bfloat16": 1, "float16": 2}.get(jnp.dtype(state_dtype).name, 3)
     layout = block_layout(plgpu) if blocks else state_layout(plgpu)
     writer = None if formats == FLOAT32 else Writer(plgpu, layout, geo.d_state, fused)
     if writer is not None and fused and not blocks:
@@ -255,13 +257,15 @@ def flush_work(
     extra = [x for x in (operands.scale, *operands.copy, operands.words) if x is not None]
     width = 8
 
-    def staged(*shape: int, dtype: Any) -> Any:
-        return plgpu.SMEM((workers * stages, *shape), dtype)
+    def staged(*shape: int, dtype: Any, transforms: tuple = ()) -> Any:
+        return plgpu.SMEM((workers * stages, *shape), dtype, transforms=transforms)
 
     scratch = {
         "tile": plgpu.SMEM((workers, TILE, geo.d_state), state_dtype),
         "values": staged(ring, TILE, dtype=value_dtype),
-        "keys": staged(ring, geo.d_state, dtype=key_dtype),
+        "keys": staged(
+            ring, geo.d_state, dtype=key_dtype, transforms=key_transforms(plgpu) if blocks else ()
+        ),
         "scalars": tuple(staged(ring, width, dtype=jnp.float32) for _ in range(rule.scalars)),
         "new_values": staged(tokens, TILE, dtype=value_dtype),
         # Copies begin at multiples of 128 bytes.
@@ -275,9 +279,9 @@ def flush_work(
         scratch["reader"] = staged(tokens, geo.d_state, dtype=reader_dtype)
     if claims:
         scratch["ticket"] = plgpu.SMEM((workers, 128), jnp.int32)
-    plain = list(scratch)
+    plain = [name for name in scratch if not (blocks and name == "keys")]
     scratch["tile_landed"] = plgpu.Barrier(num_arrivals=1, num_barriers=workers)
-    copies = 3 + 2 * granules + 2 * rule.scalars
+    copies = 5 + 2 * rule.scalars
     scratch["tokens_landed"] = plgpu.Barrier(num_arrivals=copies, num_barriers=workers * stages)
 
     def serve(refs: tuple, worker: Any, of_all: int, buffers: dict, rows: Any, mine: Any = 0) -> None:
@@ -329,15 +333,11 @@ def flush_work(
             plgpu.copy_gmem_to_smem(state.at[place], tile, tile_landed)
 
         def issue_tokens(index: jax.Array, stage: Any) -> None:
-            row, start, length, group, part, _, aligned = locate(index)
+            row, _, _, group, part, _, aligned = locate(index)
             block, landed = row * groups + group, smem.tokens_landed.at[stage]
-            for g in range(granules):
-                live = granule_live(g * granule, granule, start, length, ring)
-                source = block if interpret is not None else jnp.where(live, block, geo.batch * groups)
-                slots = pl.ds(g * granule, granule)
-                into = smem.values.at[stage, slots]
-                plgpu.copy_gmem_to_smem(values_ring.at[source, slots, part], into, landed)
-                plgpu.copy_gmem_to_smem(keys_ring.at[source, slots], smem.keys.at[stage, slots], landed)
+            # A row that flushes has a nearly full ring.
+            plgpu.copy_gmem_to_smem(values_ring.at[block, :, part], smem.values.at[stage], landed)
+            plgpu.copy_gmem_to_smem(keys_ring.at[block], smem.keys.at[stage], landed)
             plgpu.copy_gmem_to_smem(values_in.at[block, :, part], smem.new_values.at[stage], landed)
             new_keys, reader = keys_at(stage)
             plgpu.copy_gmem_to_smem(keys_in.at[block], new_keys, landed)
@@ -387,14 +387,21 @@ def flush_work(
             plgpu.barrier_wait(smem.tokens_landed.at[stage])
             here = _Tokens(plgpu, layout, rows_of, (new_values, new_keys, new_scalars), first_head - aligned)
             if blocks:
-                cursors = first_head - aligned, part * TILE
+                origin = first_head - aligned, part * TILE
+                call = (new_values, smem.probes.at[stage], new_scalars), smem.outputs.at[mine]
 
-                def fold(i: jax.Array, matrix: jax.Array) -> jax.Array:
-                    places = (lax.rem(start, ring), i * BLOCK, length, *cursors)
-                    options = rule.block, plgpu, layout, matrix, ring_buffers, places, constants
-                    return fold_block(*options, geo.head_dim)
+                def fold(part_count: int, i: jax.Array, matrix: jax.Array) -> jax.Array:
+                    cursors = lax.rem(start, ring), i * BLOCK, length
+                    arrays = matrix, ring_buffers, cursors, origin, constants
+                    joined = call if joint else None
+                    return fold_block(rule, plgpu, layout, *arrays, geo.head_dim, joined, part_count)
 
-                matrix = lax.fori_loop(0, lax.div(length + BLOCK - 1, BLOCK), fold, matrix)
+                first, count = 0, lax.div(length + BLOCK - 1, BLOCK)
+                if exact < 3:
+                    first = jnp.minimum(count, 1)
+                    matrix = lax.fori_loop(0, first, functools.partial(fold, exact), matrix)
+                count = jnp.maximum(count, 1) if joint else count
+                matrix = lax.fori_loop(first, count, functools.partial(fold, 3), matrix)
             else:
                 committed = _Tokens(plgpu, layout, rows_of, ring_buffers, first_head - aligned)
                 tile_rule = Tile(plgpu, layout, fused, constants)
@@ -424,21 +431,9 @@ def flush_work(
                 write = functools.partial(writer.write, stored, (kept, tuple(others)), place)
                 pl.when(length > 0)(write)
 
-            if blocks:
-                write_outputs(
-                    plgpu,
-                    layout,
-                    rule.factors,
-                    rule.skip,
-                    matrix,
-                    (new_values, smem.probes.at[stage], new_scalars),
-                    cursors,
-                    constants,
-                    smem.outputs.at[mine],
-                    geo.head_dim,
-                    reads_key=rule.reads_key,
-                )
-            else:
+            if blocks and not joint:
+                write_outputs(rule, plgpu, layout, matrix, call, origin, constants, geo.head_dim, exact)
+            if not blocks:
                 for t in range(tokens):
                     value, key, scalars = here(t)
                     query = plgpu.load(reader.at[t], layout=layout.reduce(0), optimized=False)
@@ -451,27 +446,34 @@ def flush_work(
                     if t < tokens - 1:
                         matrix = rule.token(tile_rule, matrix, value, key, scalars, *readouts[2:])
 
-            for t in range(tokens):
-                slot = lax.rem(start + length + t, ring)
-                value = plgpu.load(new_values.at[t], layout=plgpu.Layout.WGMMA.reduce(1))
-                store_row(plgpu, values_ring.at[block, slot, part], value, fused)
-                for k in range(geo.tile_heads):
-                    one = first_head + (jnp.minimum(head + k, geo.group_heads - 1) - head)
-                    for source, target in zip(new_scalars, scalar_rings, strict=True):
-                        target[row, slot, one] = source[t, one - aligned]
+            slot = lax.rem(start + length, ring)
+            if fused:
+                store_tokens(plgpu, values_ring.at[block], new_values, slot, ring, tiles * TILE, part * TILE)
+                columns = first_head, first_head - aligned, (group + 1) * geo.group_heads - 1
+                targets = tuple(ref.at[row] for ref in scalar_rings)
+                store_scalars(plgpu, targets, new_scalars, tokens, geo.tile_heads, slot, *columns)
+            else:
+                for t in range(tokens):
+                    values_ring[block, lax.rem(slot + t, ring), part] = new_values[t]
+                    for k in range(geo.tile_heads):
+                        one = first_head + (jnp.minimum(head + k, geo.group_heads - 1) - head)
+                        for source, target in zip(new_scalars, scalar_rings, strict=True):
+                            target[row, lax.rem(slot + t, ring), one] = source[t, one - aligned]
 
-                @pl.when(part == 0)
-                def _(slot=slot, t=t):
+            @pl.when(part == 0)
+            def _():
+                for t in range(tokens):
                     key = plgpu.load(new_keys.at[t], layout=layout.reduce(0), optimized=False)
-                    keys_ring[block, slot] = key
+                    keys_ring[block, lax.rem(slot + t, ring)] = key
 
             if claims:
                 smem.ticket.at[mine][...] = ticket
             synchronise(plgpu, fused)
             if blocks:
-                for t in range(tokens):
-                    result = plgpu.load(smem.outputs.at[mine, t], layout=plgpu.Layout.WGMMA.reduce(1))
-                    store_row(plgpu, out.at[row, t, group, part], result.astype(out.dtype), fused)
+                at = (group * tiles + part) * TILE
+                store_tokens(
+                    plgpu, out.at[row], smem.outputs.at[mine], slot * 0, tokens, row_tiles * TILE, at
+                )
             if stages == 1:
 
                 @pl.when(after < total)

@@ -15,6 +15,7 @@ from pallas_kernels.adjoint import by_products
 from pallas_kernels.blocks import Warp, flat, fours
 from pallas_kernels.fold import Tile, TokenRule, one_by_one
 from pallas_kernels.launch import TILE, Unsupported
+from pallas_kernels.new_tokens import NewTokens
 from pallas_kernels.pipeline import (
     Geometry,
     Group,
@@ -186,20 +187,26 @@ def _read(tile: Tile, readouts: tuple, value: jax.Array, scalars: tuple) -> jax.
     return decay * from_reader + beta * (value - decay * from_key) * key_reader
 
 
-def _block(warp: Warp) -> list:
+def _block(warp: Warp, new: NewTokens | None = None) -> list:
     """The fold by forward substitution: with p_i = S k_i of the block's tokens, token after token does
-    u = beta (v - alpha p) and p_i = alpha p_i + u (k . k_i); then all u k^T are added at once."""
+    u = beta (v - alpha p) and p_i = alpha p_i + u (k . k_i); then all u k^T are added at once.
+
+    new: tokens of a call whose projections move along, so that their outputs are those after the block.
+    """
     ops = warp.ops
     log_decay, beta = warp.scalar(0), warp.scalar(1)
     alpha = ops.exp(log_decay)
-    sums, gram = warp.nothing(parts=3)
+    sums, gram = warp.nothing(parts=warp.part_count)
     for p, halves in enumerate(warp.rows):
-        sums, gram = warp.project(p, warp.left(*halves), sums, gram)
-    values = warp.own_values()
+        left = warp.left(*halves)
+        sums, gram = warp.project(p, left, sums, gram)
+        if new is not None:
+            new.project(p, left, warp.key_rows(p))
+    values, cross = warp.own_values(), [] if new is None else new.cross
 
     def eliminate(tile: int, quad: Any, carry: list) -> list:
         four = fours(carry)
-        projections, updates = four[:2], four[2:]
+        projections, updates, others = four[:2], four[2:4], four[4:]
         for odd in range(2):
             token = quad * 2 + (8 * tile + odd)
             decay, rate = ops.shuffle(alpha, token), ops.shuffle(beta, token)
@@ -209,17 +216,24 @@ def _block(warp: Warp) -> list:
                 mine = rate * (values[tile][at] - decay * projections[tile][at])
                 updates[tile][at] = ops.select(ops.equal(warp.quad, quad), mine, updates[tile][at])
                 update.append(ops.shuffle(mine, warp.row * 4 + quad))
-            for n in range(tile, 2):
-                products = warp.gram_row(gram, tile, quad, odd, n)
-                projections[n] = [
-                    ops.fma(update[i // 2], products[i % 2], decay * p) for i, p in enumerate(projections[n])
+            columns = [(projections, gram, n) for n in range(tile, 2)]
+            columns += [(others, cross, n) for n in range(len(others))]
+            for moved, grams, n in columns:
+                products = warp.gram_row(grams, tile, quad, odd, n)
+                moved[n] = [
+                    ops.fma(update[i // 2], products[i % 2], decay * p) for i, p in enumerate(moved[n])
                 ]
-        return flat(*projections, *updates)
+        return flat(*projections, *updates, *others)
 
     carry = flat(*warp.joined(sums)) + [warp.zero] * 8
+    if new is not None:
+        carry += flat(*new.projections())
     for tile, count in enumerate(warp.quads(warp.length - warp.first)):
         carry = ops.loop(count, functools.partial(eliminate, tile), carry)
-    return warp.folded(log_decay, fours(carry)[2:])
+    found = fours(carry)
+    if new is not None:
+        new.store(found[4:])
+    return warp.folded(log_decay, found[2:4])
 
 
 KERNELS = Kernels(

@@ -59,6 +59,9 @@ class Number:
     def __and__(self, other: "Number | int") -> "Number":
         return Number(arith.andi(self.raw, self._of(other)))
 
+    def __xor__(self, other: "Number | int") -> "Number":
+        return Number(arith.xori(self.raw, self._of(other)))
+
     def __or__(self, other: "Number") -> "Number":
         return Number(arith.ori(self.raw, self._of(other)))
 
@@ -115,13 +118,26 @@ class Lanes:
             x = x + Number(self._utils.shfl_bfly(x.raw, distance))
         return x
 
-    def _pointer(self, ref: Any, row: Number, column: Number | int) -> ir.Value:
-        memref = ir.MemRefType(ref.type)
-        offset = (row * memref.shape[-1] + column).raw
-        return self._utils.getelementptr(self._utils.memref_ptr(ref), [offset], memref.element_type)
+    def rows(self, ref: Any) -> int:
+        """Length of the axis of rows of a reference."""
+        shape = ir.MemRefType(ref.type).shape
+        return shape[0] if len(shape) < 4 else shape[0] * shape[2]
 
-    def _load(self, ref: Any, row: Number, column: Number | int, type_: ir.Type) -> ir.Value:
-        return llvm.load(type_, self._pointer(ref, row, column))
+    def _pointer(self, ref: Any, row: Number, column: Any, at: Any = 0) -> ir.Value:
+        """ref[row, column + at]; a bfloat16 reference may be swizzled: then the column is below 16, `at` an
+        integer and a multiple of 16."""
+        memref = ir.MemRefType(ref.type)
+        if len(memref.shape) < 4:
+            offset = row * memref.shape[-1] + column + at
+        else:
+            # Tiles of 8 rows of 128 bytes, in which 16-byte parts are exchanged by the row's number.
+            tiles, size = memref.shape[1], 8 * 64
+            place = (column ^ ((row & 7) * 8)) ^ (at % 64)
+            offset = (row // 8) * (tiles * size) + (row & 7) * 64 + place + at // 64 * size
+        return self._utils.getelementptr(self._utils.memref_ptr(ref), [offset.raw], memref.element_type)
+
+    def _load(self, ref: Any, row: Number, column: Number | int, type_: ir.Type, at: Any = 0) -> ir.Value:
+        return llvm.load(type_, self._pointer(ref, row, column, at))
 
     def real(self, ref: Any, row: Number, column: Number) -> Number:
         """ref[row, column] of float32 or bfloat16, as float32."""
@@ -144,13 +160,13 @@ class Lanes:
         """Orders the stores of the warp's lanes before and after."""
         self._utils.warp_barrier()
 
-    def pair(self, ref: Any, row: Number, column: Number) -> Number:
-        """Two bfloat16 from ref[row, column] on, as one int32; the column is even."""
-        return Number(self._load(ref, row, column, _i32()))
+    def pair(self, ref: Any, row: Number, column: Number, at: Number | int = 0) -> Number:
+        """Two bfloat16 from ref[row, column + at] on, as one int32; the column is even."""
+        return Number(self._load(ref, row, column, _i32(), at))
 
-    def quad(self, ref: Any, row: Number, column: Number) -> tuple[Number, Number]:
-        """Four bfloat16 from ref[row, column] on, as two int32; the column is a multiple of 4."""
-        both = self._load(ref, row, column, ir.VectorType.get((2,), _i32()))
+    def quad(self, ref: Any, row: Number, column: Number, at: Number | int = 0) -> tuple[Number, Number]:
+        """Four bfloat16 from ref[row, column + at] on, as two int32; the column is a multiple of 4."""
+        both = self._load(ref, row, column, ir.VectorType.get((2,), _i32()), at)
         return Number(_item(both, 0)), Number(_item(both, 1))
 
     def pack(self, low: Number, high: Number) -> Number:

@@ -4,158 +4,123 @@ All keys and readers of the call are projected at once. Token after token, S <- 
 projections alone: p_i <- decay p_i + u (k . z_i) for every later key and reader z_i.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from pallas_kernels.blocks import BLOCK, Fragments, tile_rows
+from pallas_kernels.blocks import BLOCK, Fragments
 
 
 class NewTokens(Fragments):
-    """A warp's 16 rows of a state tile and the tokens of a call.
+    """The tokens of a call and their projections by a warp's 16 rows of a state tile.
 
-    rows: as in `Products`. call, in shared memory: values [T, 64], probes [2 T, K] (keys, then readers) and
-    scalars [8, heads]. head: the rows' column of scalars; constants: those of their head; reads_key: updates
-    depend on the state times the key.
+    call: values [T, 64], probes [2 T, K] (keys, then readers) and scalars [8, heads]; target: where the
+    outputs go, float32 [T, 64]; all in shared memory. head: the rows' column of scalars. factors(scalars):
+    decay and rate of a token: u = rate (value - decay S k) or, unless `reads_key`, rate value. skip: weight
+    of a token's own value in its output, or None.
 
     Columns of the projections are the keys, where they are needed, then the readers, from a multiple of four
-    on.
+    on. A product over columns is [tile][rows g, g, g + 8, g + 8] for columns 8 tile + 2 q and + 1.
     """
 
     def __init__(
-        self, ops: Any, rows: list, call: tuple, head: Any, constants: tuple, tokens: int, *, reads_key: bool
+        self,
+        ops: Any,
+        call: tuple,
+        target: Any,
+        head: Any,
+        factors: Callable,
+        skip: Any,
+        *,
+        reads_key: bool,
+        part_count: int = 3,
     ) -> None:
-        super().__init__(ops)
-        self.rows, self.head, self.constants = rows, head, constants
+        super().__init__(ops, part_count)
         self.values, self.probes, self.scalars = call
-        self.count, self.reads_key = tokens, reads_key
-        self.first_reader = (4 if tokens <= 4 else 8) if reads_key else 0
+        self.target, self.head, self.factors, self.skip = target, head, factors, skip
+        self.count, self.reads_key = ops.rows(target), reads_key
+        self.first_reader = (4 if self.count <= 4 else 8) if reads_key else 0
         self.tiles = 2 if self.first_reader == 8 else 1
+        self._places = [self._probe(self.row + 8 * n) for n in range(self.tiles)]
+        self._key_place = ops.select(self.row < self.count, self.row, self.row * 0)
+        four = [self.zero] * 4
+        self._sums, self._gram, self.cross = (
+            [[four] * part_count] * self.tiles,
+            [four] * self.tiles,
+            [four] * self.tiles,
+        )
 
     def _probe(self, column: Any) -> Any:
-        """Row of `probes` that a column stands for; columns to spare repeat the last reader."""
-        ops, last = self.ops, self.count - 1
+        """Row of `probes` that a column stands for; columns to spare repeat the first of their kind."""
+        ops, zero = self.ops, column * 0
         reader = column - self.first_reader
-        reader = ops.select(reader < last, reader, reader * 0 + last) + self.count
-        key = ops.select(column < last, column, column * 0 + last)
+        reader = ops.select(reader < self.count, reader, zero) + self.count
+        key = ops.select(column < self.count, column, zero)
         return ops.select(column < self.first_reader, key, reader)
 
-    def _project(self) -> tuple[list, list]:
-        """Rows x columns^T, and at row g the key of token g x columns^T: [tile][four] each."""
+    def project(self, p: Any, left: list, others: list | None = None) -> None:
+        """Adds columns 16 p .. 16 p + 15 of the rows, as left operands, and of the keys; `cross`: of other
+        rows, a left operand."""
         ops = self.ops
-        places = [self._probe(self.row + 8 * n) for n in range(self.tiles)]
-        last = self.count - 1
-        key_place = ops.select(self.row < last, self.row, self.row * 0 + last)
-        four = [self.zero] * 4
-        sums, gram = [[four] * 3] * self.tiles, [four] * self.tiles
-        for p, halves in enumerate(self.rows):
-            left = self.left(*halves)
-            columns = [ops.quad(self.probes, place, self.quad * 4 + p * 16) for place in places]
-            key = columns[0]
-            if not self.reads_key:
-                key = ops.quad(self.probes, key_place, self.quad * 4 + p * 16)
-            key = [key[0], key[0], key[1], key[1]]
-            sums = [
-                [ops.product(total, part, right) for total, part in zip(parts, left, strict=True)]
-                for parts, right in zip(sums, columns, strict=True)
+        columns = [ops.quad(self.probes, place, self.quad * 4, p * 16) for place in self._places]
+        # The first columns are the keys, if any are.
+        key = columns[0] if self.reads_key else ops.quad(self.probes, self._key_place, self.quad * 4, p * 16)
+        keys = [key[0], key[0], key[1], key[1]]
+        self._sums = self.products(self._sums, left, columns)
+        self._gram = [
+            ops.product(total, keys, right) for total, right in zip(self._gram, columns, strict=True)
+        ]
+        if others is not None:
+            self.cross = [
+                ops.product(total, others, right) for total, right in zip(self.cross, columns, strict=True)
             ]
-            gram = [ops.product(total, key, right) for total, right in zip(gram, columns, strict=True)]
-        return self.joined(sums), gram
 
-    def _sees(self, tile: int, odd: int, token: int) -> Any:
-        """Whether the column 8 tile + 2 quad + odd is a key, or the reader of `token` or a later one."""
-        column = self.quad * 2 + (8 * tile + odd)
-        later = self.quad * 0 + (self.first_reader + token - 1) < column
-        return later | (column < self.first_reader) if self.first_reader else later
+    def projections(self) -> list:
+        """Rows x columns^T."""
+        return self.joined(self._sums)
 
-    def outputs(self, factors: Any, skip: int | None) -> list:
-        """Outputs of the columns: [tile][rows g, g, g + 8, g + 8]."""
+    def _seen_from(self, tile: int, odd: int, token: int) -> Any:
+        """Whether the column 8 tile + 2 quad + odd is the reader of `token` or a later one."""
+        return self.quad * 0 + (self.first_reader + token - 1) < self.quad * 2 + (8 * tile + odd)
+
+    def outputs(self, projections: list) -> list:
+        """Outputs in the columns of the readers, from the projections."""
         ops = self.ops
-        projections, gram = self._project()
+        projections = list(projections)
         for token in range(self.count):
             at = self.quad * 0 + token
-            scalars = [ops.real(ref, at, self.head) for ref in self.scalars]
-            decay, rate = factors(ops, self.constants, scalars)
-            update, direct = [], []
-            for half in range(2):
-                value = ops.real(self.values, at, ops.warp * BLOCK + self.row + 8 * half)
-                if self.reads_key:
-                    mine = ops.shuffle(projections[0][2 * half + token % 2], self.row * 4 + token // 2)
-                    update.append(rate * (value - decay * mine))
-                else:
-                    update.append(rate * value)
-                if skip is not None:
-                    direct.append(self.constants[skip] * value)
-            for n in range(self.tiles):
-                moved = []
-                for i, old in enumerate(projections[n]):
+            decay, rate = self.factors([ops.real(ref, at, self.head) for ref in self.scalars])
+            values = [ops.real(self.values, at, ops.warp * BLOCK + self.row + 8 * half) for half in range(2)]
+            updates = values
+            if self.reads_key:
+                owner = self.row * 4 + token // 2
+                read = [ops.shuffle(projections[0][2 * half + token % 2], owner) for half in range(2)]
+                updates = [value - decay * x for value, x in zip(values, read, strict=True)]
+            updates = [rate * x for x in updates]
+            for n, olds in enumerate(projections):
+                news = []
+                for i, old in enumerate(olds):
                     half, odd = i // 2, i % 2
-                    product = ops.shuffle(gram[n][odd], self.quad + 4 * token)
-                    new = ops.fma(update[half], product, decay * old)
-                    if skip is not None:
+                    product = ops.shuffle(self._gram[n][odd], self.quad + 4 * token)
+                    new = ops.fma(updates[half], product, decay * old)
+                    if self.skip is not None:
                         own = ops.equal(self.quad * 2 + (8 * n + odd), self.first_reader + token)
-                        new = new + ops.select(own, direct[half], 0.0)
-                    moved.append(ops.select(self._sees(n, odd, token), new, old) if token else new)
-                projections[n] = moved
+                        new = new + ops.select(own, self.skip * values[half], 0.0)
+                    if token and self.first_reader < 8 * (n + 1):
+                        seen = self._seen_from(n, odd, token)
+                        if self.first_reader > 8 * n:
+                            seen = seen | (self.quad * 2 + odd < self.first_reader)
+                        new = ops.select(seen, new, old)
+                    news.append(new)
+                projections[n] = news
         return projections
 
-    def store(self, projections: list, outputs: Any) -> None:
-        """outputs [T, 64] = those of the readers."""
+    def store(self, projections: list) -> None:
+        """Stores the outputs of these projections."""
         ops = self.ops
-        for n, four in enumerate(projections):
+        for n, four in enumerate(self.outputs(projections)):
             for i, value in enumerate(four):
                 half, odd = i // 2, i % 2
                 column = self.quad * 2 + (8 * n + odd)
-                there = self._sees(n, odd, 0) & (column < self.first_reader + self.count)
-                if self.first_reader:
-                    there = there & (self.quad * 0 + (self.first_reader - 1) < column)
+                there = self._seen_from(n, odd, 0) & (column < self.first_reader + self.count)
                 row = ops.warp * BLOCK + self.row + 8 * half
-                ops.store(outputs, column - self.first_reader, row, [value], there)
-
-
-def write_outputs(
-    plgpu: Any,
-    layout: Any,
-    factors: Any,
-    skip: int | None,
-    state: jax.Array,
-    buffers: tuple,
-    cursors: tuple[jax.Array, ...],
-    constants: tuple,
-    outputs: Any,
-    head_dim: int,
-    *,
-    reads_key: bool,
-) -> None:
-    """outputs [T, 64] (float32, shared memory) of the call's tokens after a state tile [64, K].
-
-    buffers: values [T, 64], probes [2 T, K] and a tuple of scalars [8, heads] in shared memory; cursors
-    int32: the scalars' column of the tile's first row, and that row's place in the group. constants: a scalar
-    or [64] each.
-    """
-    from pallas_kernels.lanes import Lanes, first_element, unpack
-
-    values, probes, scalars = buffers
-    ref = plgpu.RefType()
-    tokens = outputs.shape[0]
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            layout,
-            (ref,) * 3,
-            (ref,) * len(scalars),
-            (layout,) * len(cursors),
-            (layout.reduce(1),) * len(constants),
-        )
-    )
-    def write(_, tile, refs, scalars, cursors, constants):
-        ops = Lanes()
-        values, probes, outputs = refs
-        column, row = map(first_element, cursors)
-        head = column + ((row + ops.warp * BLOCK) // head_dim - row // head_dim)
-        rows = tile_rows(unpack(tile.registers.flat))
-        per_head = tuple(map(first_element, constants))
-        new = NewTokens(ops, rows, (values, probes, scalars), head, per_head, tokens, reads_key=reads_key)
-        new.store(new.outputs(factors, skip), outputs)
-
-    write(state, (values, probes, outputs), scalars, cursors, constants)
+                ops.store(self.target, column - self.first_reader, row, [value], there)

@@ -42,6 +42,9 @@ class NumpyLanes:
     def quad_sum(self, x):
         return x.reshape(8, 4).sum(axis=1, dtype=np.float32).repeat(4)
 
+    def rows(self, ref):
+        return len(ref)
+
     def real(self, ref, row, column):
         return ref[row, column].astype(np.float32)
 
@@ -55,14 +58,15 @@ class NumpyLanes:
     def sync(self):
         pass
 
-    def pair(self, ref, row, column):
+    def pair(self, ref, row, column, at=0):
+        column = column + at
         assert not np.any(column % 2)
         bits = ref.view(np.uint16).astype(np.int64)
         return bits[row, column] | bits[row, column + 1] << 16
 
-    def quad(self, ref, row, column):
-        assert not np.any(column % 4)
-        return self.pair(ref, row, column), self.pair(ref, row, column + 2)
+    def quad(self, ref, row, column, at=0):
+        assert not np.any((column + at) % 4)
+        return self.pair(ref, row, column, at), self.pair(ref, row, column, at + 2)
 
     def pack(self, low, high):
         halves = [x.astype(BFLOAT16).view(np.uint16).astype(np.int64) for x in (low, high)]
@@ -102,15 +106,32 @@ def serial(name, state, tokens, head, a):
     return state
 
 
-def fold(name, state, ring, begin, length, head_dim, a):
-    """The tile after all blocks, warp by warp as the kernel runs them."""
+def new_tokens(name, warp, call, target, head_dim, a, d, part_count=3):
+    """The tokens of a call as the kernel gives them to a warp."""
+    rule = KERNELS[name].token_rule
+    lanes, head = NumpyLanes(warp), np.full(32, 16 * warp // head_dim)
+
+    def factors(scalars):
+        return rule.factors(lanes, (np.float32(a),), scalars)
+
+    skip = None if rule.skip is None else np.float32(d)
+    options = {"reads_key": rule.reads_key, "part_count": part_count}
+    return NewTokens(lanes, call, target, head, factors, skip, **options)
+
+
+def fold(name, state, ring, begin, length, head_dim, a, call=None, target=None, part_count=3):
+    """The tile after all blocks, warp by warp as the kernel runs them; with `call` also the outputs of its
+    tokens."""
     columns = state.shape[1]
     result = np.empty_like(state)
     for warp in range(4):
         rows = [16 * warp + np.arange(32) // 4 + 8 * half for half in range(2)]
         at = [[4 * (np.arange(32) % 4) + 16 * p + i for i in range(4)] for p in range(columns // 16)]
         lanes = [[[state[row, column] for column in four] for row in rows] for four in at]
-        for first in range(0, length, BLOCK):
+        for first in range(0, max(length, 1) if call else length, BLOCK):
+            new = (
+                () if call is None else (new_tokens(name, warp, call, target, head_dim, a, 0.0, part_count),)
+            )
             lanes = KERNELS[name].token_rule.block(
                 Warp(
                     NumpyLanes(warp),
@@ -120,7 +141,9 @@ def fold(name, state, ring, begin, length, head_dim, a):
                     (np.full(32, begin), np.full(32, first), np.full(32, length)),
                     np.full(32, 16 * warp // head_dim),
                     (np.float32(a),) * 2,
-                )
+                    part_count,
+                ),
+                *new,
             )
         for four, halves in zip(at, lanes, strict=True):
             for row, values in zip(rows, halves, strict=True):
@@ -202,41 +225,74 @@ def test_adjoint_blocks_are_the_float64_loop(tokens, heads, length, slots, begin
     assert not np.any(weights[..., ~live])
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8])
-@pytest.mark.parametrize("head_dim", [64, 16])
-@pytest.mark.parametrize("name", ["mamba2", "gated_delta"])
-def test_outputs_of_new_tokens_are_the_float64_loop(name, head_dim, tokens):
+def random_call(name, tokens, heads):
+    """Values, probes and scalars of a call, with a spike of decay among them."""
     rng = np.random.default_rng(tokens)
-    heads, rule = 64 // head_dim, KERNELS[name].token_rule
     probes = rng.standard_normal((2 * tokens, 64))
     scalars = [rng.uniform(0.05, 1.0, (8, heads)).astype(np.float32)]
     if name == "gated_delta":
         probes = probes / np.linalg.norm(probes, axis=1, keepdims=True)
         scalars = [-scalars[0], rng.uniform(0.05, 1.0, (8, heads)).astype(np.float32)]
     scalars[0][tokens // 2] *= 200.0
-    probes = probes.astype(BFLOAT16)
-    values = rng.standard_normal((tokens, 64)).astype(BFLOAT16)
-    state = rng.standard_normal((64, 64)).astype(np.float32)
-    rate, skip = np.float32(-1.5), np.float32(0.7)
+    return rng.standard_normal((tokens, 64)).astype(BFLOAT16), probes.astype(BFLOAT16), tuple(scalars)
+
+
+def serial_outputs(name, state, call, head_dim, a, d):
+    """Outputs [T, 64] of a call's tokens after a state, in float64."""
+    values, probes, scalars = call
+    tokens = len(values)
+    outputs = np.empty((tokens, 64))
+    for t in range(tokens):
+        entries = [(values[j], probes[j], *(s[j] for s in scalars)) for j in range(t + 1)]
+        moved = serial(name, state, entries, np.arange(64) // head_dim, a)
+        outputs[t] = moved @ probes[tokens + t].astype(np.float64)
+        if name == "mamba2":
+            outputs[t] += d * values[t].astype(np.float64)
+    return outputs
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("head_dim", [64, 16])
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta"])
+def test_outputs_of_new_tokens_are_the_float64_loop(name, head_dim, tokens):
+    call = random_call(name, tokens, 64 // head_dim)
+    state = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     outputs = np.full((tokens, 64), np.nan, np.float32)
     at = [[4 * (np.arange(32) % 4) + 16 * p + i for i in range(4)] for p in range(4)]
     for warp in range(4):
         rows = [16 * warp + np.arange(32) // 4 + 8 * half for half in range(2)]
-        new = NewTokens(
-            NumpyLanes(warp),
-            [[[state[row, column] for column in four] for row in rows] for four in at],
-            (values, probes, tuple(scalars)),
-            np.full(32, 16 * warp // head_dim),
-            (rate, skip),
-            tokens,
-            reads_key=rule.reads_key,
-        )
-        new.store(new.outputs(rule.factors, rule.skip), outputs)
-    wanted = np.empty((tokens, 64))
-    for t in range(tokens):
-        entries = [(values[j], probes[j], *(s[j] for s in scalars)) for j in range(t + 1)]
-        moved = serial(name, state, entries, np.arange(64) // head_dim, float(rate))
-        wanted[t] = moved @ probes[tokens + t].astype(np.float64)
-        if name == "mamba2":
-            wanted[t] += float(skip) * values[t].astype(np.float64)
+        new = new_tokens(name, warp, call, outputs, head_dim, -1.5, 0.75)
+        for p, four in enumerate(at):
+            new.project(p, new.left(*([state[row, column] for column in four] for row in rows)))
+        new.store(new.projections())
+    wanted = serial_outputs(name, state, call, head_dim, -1.5, 0.75)
+    assert np.sqrt(np.mean((outputs - wanted) ** 2) / np.mean(wanted**2)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "begin", "stored", "part_count"),
+    [
+        (1, 0, 5, np.float32, 3),
+        (4, 7, 20, np.float32, 3),
+        (6, 16, 11, np.float32, 3),
+        (8, 21, 3, np.float32, 3),
+        (3, 13, 9, BFLOAT16, 1),
+        (5, 16, 19, np.float16, 2),
+    ],
+)
+def test_a_fold_that_makes_the_outputs_is_the_float64_loop(tokens, length, begin, stored, part_count):
+    rng = np.random.default_rng(length)
+    keys = rng.standard_normal((24, 64))
+    keys = (keys / np.linalg.norm(keys, axis=1, keepdims=True)).astype(BFLOAT16)
+    values = rng.standard_normal((24, 64)).astype(BFLOAT16)
+    decays = -rng.uniform(0.05, 1.0, (24, 1)).astype(np.float32)
+    rates = rng.uniform(0.05, 1.0, (24, 1)).astype(np.float32)
+    ring = (values, keys, decays, rates)
+    state = rng.standard_normal((64, 64)).astype(stored).astype(np.float32)
+    call, outputs = random_call("gated_delta", tokens, 1), np.full((tokens, 64), np.nan, np.float32)
+    folded = fold("gated_delta", state, ring, begin, length, 64, 0.0, call, outputs, part_count)
+    committed = [[x[(begin + j) % 24] for x in ring] for j in range(length)]
+    moved = serial("gated_delta", state, committed, np.zeros(64, int), None)
+    wanted = serial_outputs("gated_delta", moved, call, 64, None, None)
+    assert np.sqrt(np.mean((folded - moved) ** 2) / np.mean(moved**2)) < 5e-7
     assert np.sqrt(np.mean((outputs - wanted) ** 2) / np.mean(wanted**2)) < 1e-6
