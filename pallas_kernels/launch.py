@@ -59,7 +59,7 @@ _CODED = {
 
 
 def step_parameters(
-    kind: str | None, recurrence: str, tokens: int, state_bytes: float = 4
+    kind: str | None, recurrence: str, tokens: int, state_bytes: float | int = 4
 ) -> LaunchParameters:
     """Launch parameters of a step for a device kind (None or unknown: the default), recurrence, window and
     bytes of a state element."""
