@@ -149,7 +149,7 @@ class Follower:
         self.draft()
         for found, truth in zip(keys_and_values(self.state.caches), never_drafted, strict=True):
             for row, position in enumerate(self.position):
-                assert_equal_numbers(found[row, :position], truth[row, :position])
+                assert_equal_numbers(found[row, :, :position], truth[row, :, :position])  # [B, N, S, D]
 
 
 def test_entries_after_every_commit_are_those_of_a_run_that_never_drafted(headed, never_drafted):
