@@ -100,6 +100,7 @@ def test_windows_are_single_steps():
     check(distances("gated_delta", (CONFIGURATIONS[0], SEPARATE), 64, 8, layers=1), 8)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "layers"), [("mamba2", 3), ("gated_delta", 2)])
 def test_windows_are_single_steps_for_every_configuration(family, layers):

@@ -94,7 +94,9 @@ def check_stored_step(case, flush, formats, **options):
 CASES = [
     ("mamba2", 1, Formats("fp32", "nvfp4")),
     pytest.param("gated_delta", 2, Formats("fp8_e4m3", "nvfp4", stochastic=True), marks=SLOW),
-    pytest.param("mamba2-head-80", 2, Formats("fp16", "fp8_e4m3", stochastic=True), marks=SLOW),
+    pytest.param(
+        "mamba2-head-80", 2, Formats("fp16", "fp8_e4m3", stochastic=True), marks=[SLOW, pytest.mark.long]
+    ),
     pytest.param("mamba2", 1, Formats("fp8_e4m3"), marks=SLOW),
     pytest.param("mamba2", 1, Formats("fp32", "bf16"), marks=SLOW),
 ]

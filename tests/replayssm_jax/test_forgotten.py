@@ -22,7 +22,7 @@ LENGTH, WINDOW, STEPS, PROMPTS = 6, 2, 24, (5, 9, 1)
 # Of the decays of the heads: some remember, some forget within a few tokens.
 RATES = np.array([1.0, 5.0, 15.0, 40.0], np.float32)
 TOKENS = max(PROMPTS) + STEPS * WINDOW
-SLOW = pytest.mark.slow
+SLOW, LONG = pytest.mark.slow, [pytest.mark.slow, pytest.mark.long]
 
 
 @dataclass
@@ -126,8 +126,8 @@ def check_exact(layer: Layer, shape: Shape, **config) -> None:
     ("name", "config"),
     [
         ("mamba2", {}),
-        pytest.param("gated_delta", {}, marks=SLOW),
-        pytest.param("gated_delta", {"recurrence": "fp16", "read": "nvfp4"}, marks=SLOW),
+        pytest.param("gated_delta", {}, marks=LONG),
+        pytest.param("gated_delta", {"recurrence": "fp16", "read": "nvfp4"}, marks=LONG),
     ],
 )
 def test_exact_skips_keep_every_bit(name, config):
@@ -145,9 +145,9 @@ def check_bounded(layer: Layer, shape: Shape, target: float) -> float:
     ("name", "dtype"),
     [
         ("gated_delta", "bfloat16"),
-        pytest.param("mamba2", "float32", marks=SLOW),
-        pytest.param("mamba2", "bfloat16", marks=SLOW),
-        pytest.param("gated_delta", "float32", marks=SLOW),
+        pytest.param("mamba2", "float32", marks=LONG),
+        pytest.param("mamba2", "bfloat16", marks=LONG),
+        pytest.param("gated_delta", "float32", marks=LONG),
     ],
 )
 def test_bounded_skips_keep_within_their_bound(name, dtype):
