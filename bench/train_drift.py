@@ -41,6 +41,7 @@ from bench.drift_models import (
     load_weights,
     save_weights,
 )
+from bench.drift_optimizer import adam, orthogonal
 from bench.drift_tasks import ANSWER, GIVEN, TASKS, TEXT, task_stream
 from bench.drift_text import KINDS
 from bench.drift_training import stream_layers
@@ -48,7 +49,7 @@ from bench.timing import exclusive
 from models.config import parse_config
 from replayssm_jax.replay import fresh_segment
 
-FIELDS = len(KINDS) + 1
+OPTIMIZERS = {"adam": adam, "orthogonal": orthogonal}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Recipe:
     rows: windows a step, one of `text_every` of them text, the others tasks. answer_weight: of an answer byte
     in the loss, where a byte of text has 1 and a random byte of a task has 0. restart: probability that a row
     begins elsewhere. streams, stream: number and bytes of the streams of tasks. shrinks: what divides the
-    distances in them, in turn; short ones are learned first.
+    distances in them, in turn; short ones are learned first. optimizer: a key of OPTIMIZERS.
     """
 
     rows: int = 12
@@ -73,6 +74,7 @@ class Recipe:
     stream: int = 1 << 17
     streams: int = 160
     shrinks: str = "1,4,16"
+    optimizer: str = "adam"
     seed: int = 0
 
 
@@ -147,7 +149,7 @@ class Trainer:
         self.play = jnp.asarray(kind == 0)
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(1.0),
-            optax.scale_by_adam(b1=0.9, b2=0.95),
+            OPTIMIZERS[recipe.optimizer](),
             optax.add_decayed_weights(
                 recipe.weight_decay, lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
             ),
