@@ -42,13 +42,16 @@ def orthogonal() -> optax.GradientTransformation:
     """Adam's updates, but for the kernels of the blocks their orthogonalised Nesterov momentum."""
     inner = adam()
 
-    def update(grads, state, params=None):
-        updates, state = inner.update(grads, state, params)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
-        new = [leaf for _, leaf in leaves]
-        moments = zip(jax.tree.leaves(state.mu), jax.tree.leaves(grads), strict=True)
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        grads = jax.tree.leaves(updates)
+        updates, state = inner.update(updates, state, params)
+        assert isinstance(state, optax.ScaleByAdamState)
+        moments = zip(jax.tree.leaves(state.mu), grads, strict=True)
         ahead = [FIRST_MOMENT * moment + (1.0 - FIRST_MOMENT) * grad for moment, grad in moments]
-        shapes: dict[tuple[int, ...], list[int]] = {}
+        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
+        new, shapes = [leaf for _, leaf in leaves], {}
         for index, (path, leaf) in enumerate(leaves):
             if _in_block(path):
                 shapes.setdefault(leaf.shape, []).append(index)

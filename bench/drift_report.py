@@ -69,13 +69,11 @@ def _cells(record: dict) -> list[tuple[int, int]]:
     return [tuple(cell) for task in record["cells"] for cell in task]
 
 
-def slope(record: dict, first: int) -> tuple[float, float]:
-    """Growth of log KL a doubling of the position: mean over texts, and its standard error.
-
-    first: least beginning of the intervals that count; all do where fewer than three lie there.
-    """
+def slope(record: dict) -> tuple[float, float]:
+    """Growth of log KL a doubling of the position over the last three doublings: mean over texts, and its
+    standard error."""
     edges = np.asarray(record["edges"])
-    kept = edges >= first if np.sum(edges >= first) > 2 else edges >= 0
+    kept = 8 * edges >= record["tokens"]
     x = np.log2([*edges[1:], record["tokens"]])[kept]
     values = np.log(np.maximum(plain(record, "kl")[:, kept], 1e-30))
     fits = np.polyfit(x, values.T, 1)[0]
@@ -83,13 +81,13 @@ def slope(record: dict, first: int) -> tuple[float, float]:
 
 
 def _models(records: list[dict], length: int) -> list[str]:
-    """Models with a run at this L, in the order of the records."""
-    found = (r["model"] for r in records if r["buffer_length"] == length and "configuration" in r)
-    return list(dict.fromkeys(found))
+    """Models with tasks in a run at this L, in the order of the records."""
+    runs = (r for r in records if r["buffer_length"] == length and "configuration" in r)
+    return list(dict.fromkeys(r["model"] for r in runs if any(asked for _, asked in _cells(r))))
 
 
 def headline(records: list[dict], length: int = 16) -> str:
-    """KL, agreement and cells of every configuration, the models side by side."""
+    """KL, agreement and cells of every configuration, the models that were asked tasks side by side."""
     models = _models(records, length)
     header = ["configuration"]
     for model in models:
@@ -106,38 +104,42 @@ def headline(records: list[dict], length: int = 16) -> str:
     return rows_of_table(header, rows)
 
 
-def _columns(records: list[dict], record: dict) -> list[str]:
-    kl = plain(record, "kl").mean(axis=0)
-    trained = np.asarray(record["edges"]) < CONTEXT
-    spans = np.diff([*record["edges"], record["tokens"]])
-    early = np.sum(kl[trained] * spans[trained]) / np.sum(spans[trained])
+def _early(record: dict) -> float:
+    """Mean KL up to the trained context."""
+    kl, edges = plain(record, "kl").mean(axis=0), np.asarray(record["edges"])
+    trained, spans = edges < CONTEXT, np.diff([*edges, record["tokens"]])
+    return float(np.sum(kl[trained] * spans[trained]) / np.sum(spans[trained]))
+
+
+def _inside(records: list[dict], record: dict) -> str:
     found, asked = inside(records, record)
+    return f"{found} of {asked}" if asked else "-"
+
+
+def _columns(records: list[dict], record: dict) -> list[str]:
+    last = plain(record, "kl").mean(axis=0)[-1]
     same = f"{100 * plain(record, 'agreement').mean(axis=0)[-1]:.1f} %"
-    return [f"{early:.2g}", f"{kl[-1]:.2g}", same, f"{found} of {asked}" if asked else "-"]
+    return [f"{_early(record):.2g}", f"{last:.2g}", same, _inside(records, record)]
 
 
 def by_length(records: list[dict]) -> str:
-    """Shared NVFP4 against NVFP4 read + FP32, by model and L: KL at the end, and its growth."""
-    header = [
-        "model",
-        "L",
-        "tokens",
-        "KL, shared",
-        "KL, separate",
-        "ratio",
-        "slope, shared",
-        "slope, separate",
-    ]
+    """Shared NVFP4 and NVFP4 reads by model and L: KL up to the trained context and at the end, its growth,
+    and cells."""
+    header = ["model", "L", "tokens", "KL: shared", "separate", "at the end: shared", "separate", "ratio"]
+    header += ["slope: shared", "separate", "cells: shared", "separate, FP8"]
     rows = []
     for model, length in _runs(records):
         same = {"model": model, "buffer_length": length}
-        shared, separate = (pick(records, **same, configuration=name) for name in (SHARED, SEPARATE))
-        if shared is None or separate is None:
+        found = [pick(records, **same, configuration=name) for name in (SHARED, SEPARATE, STOCHASTIC)]
+        shared, separate, stochastic = found
+        if shared is None or separate is None or stochastic is None:
             continue
         ends = [plain(run, "kl").mean(axis=0)[-1] for run in (shared, separate)]
-        growth = ["{:+.2f} ± {:.2f}".format(*slope(run, CONTEXT)) for run in (shared, separate)]
-        row = [f"`{model}`", f"{length}", f"{shared['tokens']:,}", *(f"{end:.2g}" for end in ends)]
-        rows.append([*row, f"{ends[0] / ends[1]:.0f}", *growth])
+        row = [f"`{model}`", f"{length}", f"{shared['tokens']:,}"]
+        row += [f"{kl:.2g}" for kl in (_early(shared), _early(separate), *ends)]
+        row += [f"{ends[0] / ends[1]:.0f}"]
+        row += ["{:+.2f} ± {:.2f}".format(*slope(run)) for run in (shared, separate)]
+        rows.append([*row, *(_inside(records, run) for run in (shared, stochastic))])
     return rows_of_table(header, rows)
 
 

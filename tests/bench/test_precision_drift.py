@@ -234,7 +234,7 @@ def test_report_counts_cells_inside_the_interval():
     truth = same | fields | {"configuration": "FP32", "cells": [[[40, 50], [10, 50]]]}
     other = same | fields | {"configuration": "shared NVFP4, nearest", "cells": [[[38, 50], [30, 50]]]}
     assert inside([truth, other], other) == (1, 2)
-    mean, error = slope(other, 0)
+    mean, error = slope(other)
     assert abs(mean - np.log(2.0)) < 1e-6 and error < 1e-6
     assert "1 of 2" in headline([truth, other])
 
