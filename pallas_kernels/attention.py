@@ -1,8 +1,9 @@
 """Attention of the few tokens of a step over a cache of keys and values.
 
-A CTA takes one key head of one row. Its queries are the rows of one matrix; keys and values pass through
-shared memory in blocks of columns, as far as the row has tokens, with the running maximum and sum of a
-softmax (arXiv 2205.14135).
+A CTA takes one key head of one row, or a part of its columns where there are few rows. Its queries are the
+rows of one matrix; keys and values pass through shared memory in blocks of columns, as far as the row has
+tokens, with the running maximum and sum of a softmax (arXiv 2205.14135). The softmax over all columns is the
+sum of the parts' outputs, weighted by the parts' sums.
 """
 
 import math
@@ -14,11 +15,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import Unsupported, mosaic_gpu, require_jax
-from pallas_kernels.pipeline import SM_SHARED_BYTES, shared_bytes
+from pallas_kernels.pipeline import SM_SHARED_BYTES, SMS, shared_bytes
 
 # Rows of a product on the tensor cores; queries beyond a head's own are never stored.
 ROWS = 64
 COLUMNS = 64
+# Columns below which a part of a row is not worth its sum with the others.
+_PART_COLUMNS = 128
+# Channels of a part's output that are stored at once.
+_PIECE = 64
 _HIDDEN = -1e30
 
 
@@ -45,6 +50,7 @@ def attend(
     position: jax.Array,
     *,
     stages: int | None = None,
+    parts: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Softmax attention of T tokens, scaled by D^-0.5; token t of row b reads columns 0 .. position[b] + t.
@@ -52,22 +58,23 @@ def attend(
     q: [B, T, Nq, D], bfloat16 or float16; query head n reads key head n // (Nq / N). k, v: [B, N, S, D], with
     the step's own tokens; columns beyond S - 1 are not read. position: int32 [B].
     stages: blocks of columns in flight a CTA; None: as many as let two CTAs share a multiprocessor, at least
-    two. Returns [B, T, Nq, D]. Scores, softmax and sums in float32, its weights rounded as q is.
+    two. parts: CTAs that share the columns of a row; None: as many as find room on the device at once.
+    Returns [B, T, Nq, D]. Scores, softmax and sums in float32, its weights rounded as q is.
     """
     batch, tokens, heads, width = q.shape
     groups, size = k.shape[1:3]
-    each = heads // groups
-    check(tokens * each, width, size, q.dtype)
+    each, pairs = heads // groups, batch * groups
+    queries_each = tokens * each
+    check(queries_each, width, size, q.dtype)
     plgpu, dtype = mosaic_gpu(), q.dtype
-    rows = -(-tokens * each // 8) * 8
+    rows = -(-queries_each // 8) * 8
     packed = jnp.moveaxis(q.reshape(batch, tokens, groups, each, width), 2, 1)
-    packed = packed.reshape(batch * groups, tokens * each, width)
-    packed = jnp.pad(packed, ((0, 0), (0, rows - tokens * each), (0, 0)))
+    packed = packed.reshape(pairs, queries_each, width)
     scale = width**-0.5 * math.log2(math.e)
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
-    def scratch(stages: int) -> dict:
-        return {
+    def scratch(stages: int, split: bool) -> dict:
+        buffers = {
             "queries": plgpu.SMEM((ROWS, width), dtype, transforms=transforms),
             "keys": plgpu.SMEM((stages, COLUMNS, width), dtype, transforms=transforms),
             "values": plgpu.SMEM((stages, COLUMNS, width), dtype, transforms=transforms),
@@ -75,10 +82,21 @@ def attend(
             "key_barrier": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             "value_barrier": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         }
+        if split:
+            wide = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+            buffers["partial"] = plgpu.SMEM((ROWS, _PIECE), jnp.float32, transforms=wide)
+            buffers["weight"] = plgpu.SMEM((ROWS,), jnp.float32)
+        return buffers
 
-    if stages is None:
+    def in_flight(split: bool) -> int:
         half = SM_SHARED_BYTES // 2 - 1024
-        stages = max(2, *(n for n in range(1, 9) if n == 1 or shared_bytes(scratch(n)) <= half))
+        return max(2, *(n for n in range(1, 9) if n == 1 or shared_bytes(scratch(n, split)) <= half))
+
+    if parts is None:
+        used = shared_bytes(scratch(stages or in_flight(True), True)) + 1024
+        parts = max(1, min(SMS * (SM_SHARED_BYTES // used) // pairs, size // _PART_COLUMNS))
+    split = parts > 1
+    stages = stages or in_flight(split)
     layout = plgpu.Layout.WGMMA
 
     def product(left: Any, right: Any, total: Any = None) -> jax.Array:
@@ -96,21 +114,27 @@ def attend(
             return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
         return pl.run_state(multiply)(plgpu.ACC.init(total))
 
-    def body(q_in: Any, k_in: Any, v_in: Any, position_in: Any, out: Any, **smem: Any) -> None:
+    def body(q_in: Any, k_in: Any, v_in: Any, position_in: Any, out: Any, *rest: Any, **smem: Any) -> None:
         queries, keys, values = smem["queries"], smem["keys"], smem["values"]
-        pair = lax.axis_index("pair")
+        pair, part = lax.axis_index("pair"), lax.axis_index("part")
         before = position_in[lax.div(pair, groups)]
         live = jnp.minimum(before + tokens, size)
         blocks = lax.div(live + (COLUMNS - 1), COLUMNS)
+        share = lax.div(blocks + (parts - 1), parts)
+        first = jnp.minimum(part * share, blocks)
+        blocks = jnp.minimum(first + share, blocks)
+        # Rows beyond the array's end are read as zeros and not written: a start that is no constant may go
+        # there.
+        packed_rows = pl.ds(pair * 0, rows)
 
         def issue(block: jax.Array, carry: None = None) -> None:
-            stage, place = lax.rem(block, stages), pl.ds(block * COLUMNS, COLUMNS)
+            stage, place = lax.rem(block - first, stages), pl.ds(block * COLUMNS, COLUMNS)
             plgpu.copy_gmem_to_smem(k_in.at[pair, place], keys.at[stage], smem["key_barrier"].at[stage])
             plgpu.copy_gmem_to_smem(v_in.at[pair, place], values.at[stage], smem["value_barrier"].at[stage])
             return carry
 
-        plgpu.copy_gmem_to_smem(q_in.at[pair], queries.at[pl.ds(0, rows)], smem["query_barrier"])
-        lax.fori_loop(0, jnp.minimum(blocks, stages), issue, None)
+        plgpu.copy_gmem_to_smem(q_in.at[pair, packed_rows], queries.at[pl.ds(0, rows)], smem["query_barrier"])
+        lax.fori_loop(first, jnp.minimum(blocks, first + stages), issue, None)
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=layout)
         column = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 1, layout=layout)
         last = jnp.minimum(before + lax.div(row, each), size - 1)
@@ -118,7 +142,7 @@ def attend(
 
         def one(block: jax.Array, carry: tuple) -> tuple:
             total, highest, sums = carry
-            stage = lax.rem(block, stages)
+            stage = lax.rem(block - first, stages)
             plgpu.barrier_wait(smem["key_barrier"].at[stage])
 
             scores = product(queries, keys.at[stage].T)
@@ -149,23 +173,47 @@ def attend(
             constant((ROWS,), _HIDDEN, vector),
             constant((ROWS,), 0.0, vector),
         )
-        total, _, sums = lax.fori_loop(0, blocks, one, start)
-        queries[...] = (total / lax.broadcast_in_dim(sums, total.shape, (0,))).astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(queries.at[pl.ds(0, rows)], out.at[pair])
+        total, highest, sums = lax.fori_loop(first, blocks, one, start)
+        if split:
+            # A part without columns has no sum.
+            total = total / lax.broadcast_in_dim(jnp.maximum(sums, 1e-30), total.shape, (0,))
+            smem["weight"][...] = highest + jnp.log(jnp.maximum(sums, 1e-30)) * math.log2(math.e)
+            for piece in range(0, width, _PIECE):
+                smem["partial"][...] = total[:, piece : piece + _PIECE]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    smem["partial"].at[pl.ds(0, rows)], out.at[pair, part, :, pl.ds(piece, _PIECE)]
+                )
+                plgpu.wait_smem_to_gmem(0)
+            plgpu.copy_smem_to_gmem(smem["weight"], rest[0].at[pair, part])
+        else:
+            queries[...] = (total / lax.broadcast_in_dim(sums, total.shape, (0,))).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(queries.at[pl.ds(0, rows)], out.at[pair, packed_rows])
         plgpu.wait_smem_to_gmem(0)
 
+    whole = jax.ShapeDtypeStruct((pairs, queries_each, width), dtype)
+    pieces = (
+        jax.ShapeDtypeStruct((pairs, parts, rows, width), jnp.float32),
+        jax.ShapeDtypeStruct((pairs, parts, ROWS), jnp.float32),
+    )
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((batch * groups, rows, width), dtype),
-        scratch_types=scratch(stages),
-        grid=(batch * groups,),
-        grid_names=("pair",),
+        out_type=pieces if split else whole,
+        scratch_types=scratch(stages, split),
+        grid=(pairs, parts),
+        grid_names=("pair", "part"),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         kernel_name="decode_attention",
         **({} if interpret is None else {"interpret": interpret}),
     )
-    views = (array.reshape(batch * groups, size, width) for array in (k, v))
-    outputs = kernel(packed, *views, position)[:, : tokens * each]
+    views = (array.reshape(pairs, size, width) for array in (k, v))
+    outputs = kernel(packed, *views, position)
+    if split:
+        totals, weights = outputs
+        weights = weights[:, :, :queries_each]
+        weights = jnp.exp2(weights - jnp.max(weights, axis=1, keepdims=True))
+        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+        outputs = jnp.sum(totals[:, :, :queries_each] * weights[..., None], axis=1).astype(dtype)
     outputs = outputs.reshape(batch, groups, tokens, each, width)
     return jnp.moveaxis(outputs, 1, 2).reshape(q.shape)

@@ -228,15 +228,15 @@ def _step(state, ring, inputs, reader, heads, plan, forgotten, *, recurrence: st
 
 
 def kernel_attention(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array) -> jax.Array | None:
-    """A step's attention by its GPU kernel; None where XLA's products serve better or alone.
+    """A step's attention by its GPU kernel; None where it cannot serve.
 
     q: [B, T, Nq, D]. k, v: [B, N, S, D] with the step's tokens; position: int32 [B], before the step.
     """
     from pallas_kernels import attention
 
-    batch, groups, columns, width = k.shape
+    _, groups, columns, width = k.shape
     rows = q.shape[1] * q.shape[2] // groups
-    if batch * groups < ATTENTION_PAIRS or not _serves(attention.check, rows, width, columns, q.dtype):
+    if not _serves(attention.check, rows, width, columns, q.dtype):
         return None
     return _kernel_attention(q, k, v, position)
 
@@ -299,8 +299,6 @@ def _gated_norm(y, projected, weight, *, groups, eps):
     return gated_norm.gate_then_norm(y, projected, weight, groups=groups, eps=eps)
 
 
-# Rows times key heads from which every multiprocessor has one to attend for.
-ATTENTION_PAIRS = 128
 # One inner program a layer kind: its kernels are traced and lowered once, however many layers use them.
 _kernel_step = jax.jit(_step, static_argnames="recurrence")
 _kernel_attention = jax.jit(_attention)

@@ -45,17 +45,19 @@ def check(case, **options):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "each", "dtype"),
-    [(1, 5, jnp.bfloat16), pytest.param(3, 4, jnp.float16, marks=pytest.mark.slow)],
+    ("tokens", "each", "dtype", "parts"),
+    [(1, 5, jnp.bfloat16, 1), pytest.param(3, 4, jnp.float16, 2, marks=pytest.mark.slow)],
 )
-def test_the_interpreted_kernel_is_the_softmax_over_live_columns(tokens, each, dtype):
+def test_the_interpreted_kernel_is_the_softmax_over_live_columns(tokens, each, dtype, parts):
     case = draw(3, tokens, 2, each, 64, 152, dtype)
-    check(case, stages=2, interpret=launch.mosaic_gpu().InterpretGPUParams())
+    check(case, stages=2, parts=parts, interpret=launch.mosaic_gpu().InterpretGPUParams())
 
 
-@pytest.mark.parametrize(("tokens", "groups", "each", "width"), [(1, 8, 5, 128), (4, 4, 4, 256)])
-def test_the_kernel_lowers_to_cuda(tokens, groups, each, width):
-    case = jax.eval_shape(lambda: draw(256, tokens, groups, each, width, 640))
+@pytest.mark.parametrize(
+    ("batch", "tokens", "groups", "each", "width"), [(256, 1, 8, 5, 128), (4, 4, 4, 4, 256)]
+)
+def test_the_kernel_lowers_to_cuda(batch, tokens, groups, each, width):
+    case = jax.eval_shape(lambda: draw(batch, tokens, groups, each, width, 640))
     jax.jit(attention.attend).trace(*case).lower(lowering_platforms=("cuda",))
 
 
@@ -64,6 +66,15 @@ def test_the_kernel_lowers_to_cuda(tokens, groups, each, width):
 @pytest.mark.parametrize(("groups", "each", "width"), [(8, 5, 128), (4, 4, 256), (2, 8, 64)])
 def test_the_compiled_kernel_is_the_softmax_over_live_columns(groups, each, width, tokens):
     check(draw(5, tokens, groups, each, width, 704))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [None, 1, 2, 7])
+@pytest.mark.parametrize(
+    ("tokens", "groups", "each", "width"), [(1, 8, 5, 128), (4, 4, 4, 256), (8, 2, 8, 64)]
+)
+def test_the_parts_of_a_long_row_add_up(tokens, groups, each, width, parts):
+    check(draw(3, tokens, groups, each, width, 4104), parts=parts)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +94,4 @@ def test_what_the_kernel_cannot_serve_is_refused_with_the_reason(rows, width, co
 @pytest.mark.parametrize(("columns", "served"), [(704, True), (700, False)])
 def test_a_step_asks_for_the_kernel_where_it_serves(columns, served, monkeypatch):
     monkeypatch.setattr(backend, "_kernel_attention", lambda q, k, v, position: q)
-    monkeypatch.setattr(backend, "ATTENTION_PAIRS", 4)
     assert (backend.kernel_attention(*draw(2, 1, 2, 4, 64, columns)) is not None) == served
-    assert backend.kernel_attention(*draw(2, 1, 1, 4, 64, columns)) is None

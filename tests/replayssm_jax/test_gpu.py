@@ -234,7 +234,6 @@ def wide_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_around_the_recurrence_change_no_step(family, monkeypatch):
     model = to_gpu(wide_model(family))
-    monkeypatch.setattr(backend, "ATTENTION_PAIRS", 1)
     serves, asked = backend._serves, []
     texts, logits, windows = random_tokens(3, 64), [], []
     for kernels in (True, False):
