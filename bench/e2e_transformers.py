@@ -1,14 +1,14 @@
 """Greedy generation by `rs.generate` and by transformers' `generate` on one GPU, with the same weights.
 
-transformers makes the model of a published configuration with random bfloat16 weights and saves it; `rs.load`
-reads that checkpoint. Both continue the same short prompts, end of sequence ignored, and take turns repeat by
-repeat. `seconds` is a whole call for `new_tokens` tokens, prompts included; `decode_us` is a step without
-them: the difference between calls for all tokens and for one, divided by the steps between them.
+transformers makes the model of a published configuration with random bfloat16 weights on the device, and our
+model takes them from there. Both continue the same short prompts, end of sequence ignored, and take turns
+repeat by repeat. `seconds` is a whole call for `new_tokens` tokens, prompts included; `decode_us` is a step
+without them: the difference between calls for all tokens and for one, divided by the steps between them.
 `tokens_per_second` and `decode_tokens_per_second` follow from the two, `warmup_s` is what `rs.warmup` took to
-compile. `fast_kernels` names the installed packages from which transformers could take kernels of these
-layers; where there is none, as in a plain installation, it runs its own PyTorch path. That path's Mamba-2
-prefill forms chunk x chunk x heads x d_state products of every row, so its chunks are made as long as the
-prompt here.
+compile, all batches side by side. `fast_kernels` names the installed packages from which transformers could
+take kernels of these layers; where there is none, as in a plain installation, it runs its own PyTorch path.
+That path's Mamba-2 prefill forms chunk x chunk x heads x d_state products of every row, so its chunks are
+made as long as the prompt here.
 
     python -m bench.e2e_transformers --model nano-4b --batches 1,256 --commit HASH
 """
@@ -19,27 +19,32 @@ import importlib.metadata
 import importlib.util
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import replayssm_jax as rs
 from bench import result_file
 from bench.e2e_models import HUB_NAMES, published_json
 from bench.processes import turn
+from models.checkpoint import FAMILIES, abstract_model
+from models.config import parse_config
+from models.weights import Weight
 
 FAST_KERNELS = ("mamba_ssm", "causal_conv1d", "fla", "kernels")
 # Generates so many tokens for every prompt, and returns the token ids of the first.
 Generate = Callable[[int], list[int]]
 
 
-def random_checkpoint(config: dict, folder: Path, device: str) -> Any:
-    """The transformers model of a config.json with random bfloat16 weights, on the device and saved in
-    `folder`."""
+def random_model(config: dict, device: str) -> Any:
+    """The transformers model of a config.json with random bfloat16 weights on the device."""
     import torch
     import transformers
 
@@ -50,8 +55,35 @@ def random_checkpoint(config: dict, folder: Path, device: str) -> Any:
         model: Any = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**raw), dtype=torch.bfloat16
         )
-    model.eval().save_pretrained(folder)
-    return model
+    return model.eval()
+
+
+def same_weights(model: Any, config: dict) -> rs.Loaded:
+    """Our model with the weights of the transformers model of the same config.json, on the same device."""
+    import torch
+
+    parsed = parse_config(config)
+    graph, state = nnx.split(abstract_model(parsed, jnp.dtype(jnp.bfloat16)))
+    variables = dict(nnx.to_flat_state(state))
+    tensors = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    names: dict[tuple, list[tuple[str, Weight]]] = {}
+    for name, weight in FAMILIES[type(parsed)][1](parsed).items():
+        names.setdefault(weight.parameter, []).append((name, weight))
+    filled = []
+    for path, parts in names.items():
+        arrays = [weight.to_model(jnp.from_dlpack(tensors[name].contiguous())) for name, weight in parts]
+        value = jnp.concatenate(arrays, axis=-1).astype(variables[path].dtype)
+        filled.append((path, variables[path].replace(jax.block_until_ready(value))))
+    return rs.Loaded(
+        model=nnx.merge(graph, nnx.from_flat_state(filled)),
+        config=parsed,
+        tokenizer=None,
+        stop_ids=(),
+        vocab_size=parsed.vocab_size,
+        path=Path(),
+    )
 
 
 def theirs(model: Any, prompts: np.ndarray) -> Generate:
@@ -173,7 +205,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda", help="of transformers; JAX takes its own default")
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is written for the time of the run")
     parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path)
@@ -191,24 +222,30 @@ def main() -> None:
     head = {"shape": name, "layers": config["num_hidden_layers"], "depth_cut": options.layers is not None}
     head |= {"prompt_tokens": options.prompt_tokens}
     rows: list[dict] = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        with progress("random weights made and saved"):
-            model = random_checkpoint(config, Path(folder), options.device)
-        with progress("checkpoint loaded"):
-            loaded = rs.load(folder)
+    with progress("random weights made"):
+        model = random_model(config, options.device)
+    with progress("weights taken over"):
+        loaded = same_weights(model, config)
+    batches = [int(batch) for batch in options.batches.split(",")]
+    length = options.prompt_tokens + options.new_tokens
+
+    def compile(batch: int) -> float:
+        with progress(f"batch {batch} compiled") as seconds:
+            rs.warmup(loaded, rows=batch, longest_prompt=options.prompt_tokens, max_length=length)
+        return seconds[0]
+
+    with ThreadPoolExecutor(len(batches)) as pool:
+        compiling = dict(zip(batches, pool.map(compile, batches), strict=True))
     rng = np.random.default_rng(0)
-    for batch in map(int, options.batches.split(",")):
+    for batch in batches:
         prompts = rng.integers(3, loaded.vocab_size, (batch, options.prompt_tokens))
         sides = {
             "generate": ours(loaded, prompts, options.new_tokens),
             "peer:transformers": theirs(model, prompts),
         }
-        length = prompts.shape[1] + options.new_tokens
-        with progress(f"batch {batch} compiled") as compiling:
-            rs.warmup(loaded, rows=batch, longest_prompt=prompts.shape[1], max_length=length)
         with progress(f"batch {batch} measured"):
             made = records(sides, batch, options.new_tokens, options.repeats, options.lock)
-        made[0]["warmup_s"] = round(compiling[0], 1)
+        made[0]["warmup_s"] = round(compiling[batch], 1)
         rows += [head | row for row in made]
         print(table(rows), flush=True)
         result_file.write(

@@ -1,7 +1,7 @@
 """What the kernel benchmark measures: cases, the phases of their rows, the bytes that each step must move."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -186,6 +186,6 @@ def programs(case: Case) -> list[tuple[str, str, np.ndarray]]:
     return listed
 
 
-def step_means(times: list[float], steps: int) -> np.ndarray:
-    """[repeats] means over the steps of one pass through a program."""
+def step_means(times: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
+    """[repeats] means over the steps of one pass through a program; times in order, of any shape."""
     return np.asarray(times).reshape(-1, steps).mean(axis=1)

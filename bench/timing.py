@@ -3,12 +3,16 @@
 import contextlib
 import fcntl
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 # More than the L2 cache of any device in use (60 MB on an H200).
 FLUSH_BYTES = 256 << 20
+ROUNDS, PAUSE_SECONDS = 4, 0.03
 
 
 def _extension() -> Any:
@@ -56,15 +60,26 @@ def kernel_times(
     return sums
 
 
+def rounds() -> Iterator[int]:
+    """Numbers of the rounds of a measurement, with pauses between them.
+
+    What another program does to the device for some milliseconds then disturbs one round of everything, not
+    all times of one thing.
+    """
+    for index in range(ROUNDS):
+        time.sleep(PAUSE_SECONDS if index else 0.0)
+        yield index
+
+
 def fastest(
-    candidates: Sequence[Any], run: Callable[[Any], Any], repeats: int = 4, **options: Any
+    candidates: Sequence[Any], run: Callable[[Any], Any], **options: Any
 ) -> tuple[Any, dict[Any, float]]:
     """The candidate whose `run` takes the least time, and the least microseconds of each."""
     for candidate in candidates:
         run(candidate)
-    launches = [functools.partial(run, candidate) for candidate in candidates for _ in range(repeats)]
-    times = kernel_times(launches, **options)
-    least = {candidate: min(times[i * repeats : (i + 1) * repeats]) for i, candidate in enumerate(candidates)}
+    launches = [functools.partial(run, candidate) for candidate in candidates]
+    times = np.min([kernel_times(launches, **options) for _ in rounds()], axis=0)
+    least = dict(zip(candidates, times.tolist(), strict=True))
     return min(least, key=lambda candidate: least[candidate]), least
 
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
+import jax
 import numpy as np
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,7 @@ class Weight:
         """Attribute names and list indices of the parameter inside the model."""
         return self.path if self.within is None else (*self.path[:-2], self.within, self.path[-1])
 
-    def to_model(self, array: np.ndarray) -> np.ndarray:
+    def to_model(self, array: Array) -> Array:
         """The parameter's layout of a tensor in the checkpoint's layout."""
         if self.transform == "transpose":
             return array.T

@@ -41,13 +41,17 @@ class PeerLayer:
         listed = (
             programs(case) if layer.replay else [("decode", "synchronised", np.full((1, case.batch), length))]
         )
+        launch = functools.partial(layer.launch, self.best)
+        # Microseconds of every step of every program: [programs][steps][repeats].
+        measured = [[[] for _ in lengths] for _, _, lengths in listed]
+        for _ in timing.rounds():
+            for (_, _, lengths), steps in zip(listed, measured, strict=True):
+                for row, times in zip(lengths, steps, strict=True):
+                    layer.set_lengths(row)
+                    passes = max(1, self.repeats // (timing.ROUNDS * len(lengths)))
+                    times += timing.kernel_times([launch] * passes, **clock)
         records = []
-        for operation, phase, lengths in listed:
-            times = []
-            for row in lengths:
-                layer.set_lengths(row)
-                launch = functools.partial(layer.launch, self.best)
-                times.append(timing.kernel_times([launch] * max(3, self.repeats // len(lengths)), **clock))
+        for (operation, phase, lengths), times in zip(listed, measured, strict=True):
             # A peer that folds the new token with the others has read one fewer before.
             read = lengths - layer.folds_new if layer.replay else np.zeros_like(lengths)
             fields = {
