@@ -163,26 +163,24 @@ def saturation(results: Results) -> Answer | None:
 
 
 def contexts(results: Results) -> Answer | None:
-    """C7: speed-ups by context."""
-    lines: dict[tuple, list[tuple[int, float]]] = {}
-    files = []
+    """C7: speed-ups by context, and the context from which keys and values take more of the least time than
+    the states."""
+    parts, files = [], []
     for name, records in of_bench(results, "bench.e2e_decode_speedup").items():
-        for place, pair in e2e_report.pairs(records).items():
-            if place.plain and place.depth_cut:
-                line = lines.setdefault((place.shape, place.layers, place.batch), [])
-                line.append((place.context, e2e_report.speedup(pair)))
-                files.append(name)
-    lines = {line: sorted(points) for line, points in lines.items() if len(points) > 2}
-    if not lines:
+        found = e2e_report.pairs(records)
+        for (shape, layers, batch), places in e2e_report.contexts(found).items():
+            gains = [f"{e2e_report.speedup(found[place]):.2f}x at {place.context:,}" for place in places]
+            floors = {place: found[place]["eager"]["floor_parts_us"] for place in places}
+            beyond = [place.context for place in places if floors[place]["kv"] > floors[place]["state"]]
+            least = f"below {beyond[0]:,}" if beyond else "everywhere"
+            text = f"{shape}, {layers} layers, batch {batch}: {', '.join(gains)}"
+            parts.append(f"{text} (the eager state is the larger traffic {least})")
+            files.append(name)
+    if not parts:
         return None
-    parts = [
-        f"{shape}, {layers} layers, batch {batch}: "
-        + ", ".join(f"{gain:.2f}x at {context:,}" for context, gain in points)
-        for (shape, layers, batch), points in lines.items()
-    ]
     return Answer(
         figure="; ".join(parts),
-        conditions="depth cuts with the models' mix of layers; bfloat16 keys and values",
+        conditions="depth cuts with the models' mix of layers, float32 states, bfloat16 keys and values",
         files=list(dict.fromkeys(files)),
     )
 

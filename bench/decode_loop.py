@@ -9,14 +9,16 @@ the time), in the long-run distribution of ring lengths, and is `dispatches` lon
 
 import dataclasses
 import functools
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import roofline
+from bench import kernel_table, roofline
 from bench.conventional import conventional_cache
 from bench.device_clock import nanoseconds
 from bench.e2e_models import depth_cut, layer_kinds, prepare_random, published
@@ -41,7 +43,7 @@ class Setting:
     repeat; repeats: how often it is timed. phases, of the rows' flushes: "random" (drawn from the long run),
     "synchronised" (all rows at the same step) or "spread" (as `generate` spreads them). step_times: read the
     device's clock after every step. recurrence, read: formats of replay's checkpoint and of what its outputs
-    read.
+    read. profile: one more dispatch under the profiler, summed by kind of kernel.
     """
 
     model: str
@@ -61,6 +63,7 @@ class Setting:
     step_times: bool = False
     recurrence: str = "fp32"
     read: str = "fp32"
+    profile: bool = False
 
     @property
     def accepted(self) -> tuple[float, ...]:
@@ -177,8 +180,8 @@ class Run:
         self.program = lowered.compile()
         self.compiling = time.perf_counter() - began - self.lowering
 
-    def repeat(self) -> float:
-        """Seconds a step of one repeat."""
+    def _arguments(self) -> tuple:
+        """Model, tokens, a cache with the cursors of a repeat's start, and counts, all on the device."""
         setting = self.setting
         if self._state is None:
             model = FlatModel.of(self._weights())
@@ -188,7 +191,12 @@ class Run:
         # Fresh arrays: the cache is donated, cursors included.
         cache = dataclasses.replace(cache, start=jnp.array(self._start), length=jnp.array(self._length))
         accepted = jnp.array(self._accepted)
-        jax.block_until_ready((model, tokens, cache, accepted))
+        return jax.block_until_ready((model, tokens, cache, accepted))
+
+    def repeat(self) -> float:
+        """Seconds a step of one repeat."""
+        setting = self.setting
+        model, tokens, cache, accepted = self._arguments()
         stamps = []
         began = time.perf_counter()
         for _ in range(setting.dispatches):
@@ -201,6 +209,16 @@ class Run:
         ticks = np.concatenate([np.diff(np.asarray(ticks)) for ticks in stamps])
         self.step_times.append(ticks.astype(np.float64) * 1e-3)
         return seconds / (setting.steps * setting.dispatches)
+
+    def profile(self) -> dict[str, float]:
+        """Microseconds a step by kind of kernel, of one dispatch under the profiler."""
+        model, tokens, cache, accepted = self._arguments()
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                tokens, cache, _ = jax.block_until_ready(self.program(model, tokens, cache, accepted))
+            found = kernel_table.events(Path(folder))
+        self._state = model, tokens, cache
+        return kernel_table.by_kind(found, self.setting.steps)
 
     def record(self, seconds: list[float]) -> dict:
         """The record of repeats that took `seconds` a step."""
@@ -219,6 +237,7 @@ class Run:
         middle, committed = float(np.median(times)), float(self._accepted.mean())
         ceilings = roofline.Ceilings()
         steps = self._steps(len(seconds)) if setting.step_times else {}
+        profile = {"kernels_us": self.profile()} if setting.profile else {}
         return self._head("verify" if setting.window > 1 else "decode") | {
             "state": setting.read,
             "recurrence": setting.recurrence,
@@ -238,6 +257,7 @@ class Run:
             "lowering_s": round(self.lowering, 1),
             "compile_s": round(self.compiling, 1),
             **steps,
+            **profile,
         }
 
     def _steps(self, repeats: int) -> dict:

@@ -6,19 +6,19 @@ python -m bench.e2e_report bench/results/e2e_*.json
 
 import argparse
 import json
-import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import kernel_table
 from bench.e2e_decode_speedup import METHODS
 from bench.kernel_report import rows_of_table
 
-NAMES = {"nano-4b": "Nemotron-3-Nano-4B", "qwen3.5-4b": "Qwen3.5-4B"}
+NAMES = {"nano-4b": "Nemotron-3-Nano-4B", "qwen3.5-4b": "Qwen3.5-4B", "super": "Nemotron-3-Super*"}
 
 
 class Place(NamedTuple):
-    """What was run, but not by which method: fields of the records. state, recurrence: replay's formats."""
+    """What was run, but not by which method: fields of the records. The last four are replay's."""
 
     shape: str
     depth_cut: bool
@@ -28,6 +28,12 @@ class Place(NamedTuple):
     phases: str
     state: str
     recurrence: str
+    buffer_length: int
+
+    @property
+    def size(self) -> tuple[str, int, int]:
+        """Model, layers and batch."""
+        return self.shape, self.layers, self.batch
 
     @property
     def depth(self) -> str:
@@ -36,16 +42,16 @@ class Place(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether rows are in random phases and states float32."""
-        return (self.phases, self.state, self.recurrence) == ("random", "fp32", "fp32")
+        """Whether rows are in random phases, states float32, and L = 16."""
+        return self[-4:] == ("random", "fp32", "fp32", 16)
 
 
 def read(paths: Iterable[Path], bench: str) -> list[dict]:
-    """Records of the result files among `paths` that a benchmark wrote, each with its file's commit."""
-    results = [json.loads(path.read_text()) for path in paths]
+    """Records of the result files among `paths` that a benchmark wrote, with their file's name and commit."""
+    results = {path.stem: json.loads(path.read_text()) for path in paths}
     return [
-        record | {"commit": result.get("commit", "-")}
-        for result in results
+        record | {"commit": result.get("commit", "-"), "file": name}
+        for name, result in results.items()
         if result["bench"] == bench
         for record in result["records"]
     ]
@@ -55,10 +61,13 @@ def pairs(records: Sequence[dict]) -> dict[Place, dict[str, dict]]:
     """Eager and replay records of the same place, by method; whole models first, then by size.
 
     An eager step, whose states are float32 and which has no phases, stands beside every replay step of its
-    size.
+    size in the same file.
     """
     decode = [record for record in records if record["op"] == "decode"]
-    size = operator.itemgetter("shape", "layers", "batch", "context")
+
+    def size(record: dict) -> tuple:
+        return record.get("file"), *(record[name] for name in ("shape", "layers", "batch", "context"))
+
     eager = {size(record): record for record in decode if record["method"] == "eager"}
     found = {
         Place(*(record[name] for name in Place._fields)): {"eager": eager[size(record)], "replay": record}
@@ -73,18 +82,87 @@ def speedup(pair: dict[str, dict]) -> float:
     return pair["eager"]["time_us"] / pair["replay"]["time_us"]
 
 
+def contexts(places: Iterable[Place]) -> dict[tuple[str, int, int], list[Place]]:
+    """Plain places on a depth cut, by size, where three contexts and more were run."""
+    found: dict[tuple[str, int, int], list[Place]] = {}
+    for place in places:
+        if place.plain and place.depth_cut:
+            found.setdefault(place.size, []).append(place)
+    return {size: several for size, several in found.items() if len(several) > 2}
+
+
+def _cells(pair: dict[str, dict]) -> list[str]:
+    """Milliseconds a step of both methods, speed-up, tokens a second and both shares of the roofline."""
+    milliseconds = [f"{pair[method]['time_us'] / 1e3:.2f}" for method in METHODS]
+    shares = [f"{100 * pair[m]['floor_us'] / pair[m]['time_us']:.0f} %" for m in METHODS]
+    return [*milliseconds, f"{speedup(pair):.2f}", f"{pair['replay']['tokens_per_second']:,.0f}", *shares]
+
+
+COLUMNS = ["eager", "replay", "speed-up", "tokens/s", "eager, of its floor", "replay, of its floor"]
+
+
 def steps(records: Sequence[dict]) -> str:
-    """Milliseconds a step of both methods, with the speed-up and the share of the roofline."""
-    header = ["model", "layers", "batch", "context", "phases", "state read", "eager", "replay", "speed-up"]
-    header += ["tokens/s", "eager, of its floor", "replay, of its floor"]
+    """Milliseconds a step of both methods, L = 16, float32 states, random phases, but for series of
+    contexts."""
+    found = pairs(records)
+    series = contexts(found)
+    rows = [
+        [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), f"{place.context:,}"]
+        + _cells(pair)
+        for place, pair in found.items()
+        if place.plain and not (place.depth_cut and place.size in series)
+    ]
+    return rows_of_table(["model", "layers", "batch", "context", *COLUMNS], rows)
+
+
+def by_context(records: Sequence[dict]) -> str:
+    """The same of series of contexts, with the share of the replay floor that reads keys and values."""
+    found, rows = pairs(records), []
+    for places in contexts(found).values():
+        for place in sorted(places):
+            replay = found[place]["replay"]
+            share = replay["floor_parts_us"]["kv"] / replay["floor_us"]
+            head = [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), f"{place.context:,}"]
+            rows.append([*head, f"{100 * share:.0f} %", *_cells(found[place])])
+    return rows_of_table(["model", "layers", "batch", "context", "keys and values", *COLUMNS], rows)
+
+
+def variants(records: Sequence[dict]) -> str:
+    """The same where phases, formats or L were varied, the plain step first."""
+    found = pairs(records)
+    varied = {place.size + (place.context,) for place in found if not place.plain}
     rows = []
+    for place, pair in sorted(found.items(), key=lambda item: (*item[0].size, not item[0].plain, item[0])):
+        if place.size + (place.context,) in varied:
+            shared = place.state == place.recurrence
+            state = place.state if shared else f"{place.state} of {place.recurrence}"
+            head = [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), place.phases]
+            rows.append([*head, state, str(place.buffer_length), *_cells(pair)])
+    return rows_of_table(["model", "layers", "batch", "phases", "state read", "L", *COLUMNS], rows)
+
+
+# Parts of the roofline that a kind of kernel does.
+FLOORS = {"state and ring": ("state", "ring"), "products": ("weights", "head"), "attention": ("kv",)}
+
+
+def by_kind(records: Sequence[dict]) -> str:
+    """Milliseconds a step by kind of kernel in a profile of one dispatch, with those of the roofline in
+    brackets."""
+    rows, kinds = [], (*kernel_table.KINDS, kernel_table.OTHER, kernel_table.BETWEEN)
     for place, pair in pairs(records).items():
-        milliseconds = [f"{pair[method]['time_us'] / 1e3:.2f}" for method in METHODS]
-        shares = [f"{100 * pair[m]['floor_us'] / pair[m]['time_us']:.0f} %" for m in METHODS]
-        cells = [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), f"{place.context:,}"]
-        cells += [place.phases, place.state, *milliseconds, f"{speedup(pair):.2f}"]
-        rows.append([*cells, f"{pair['replay']['tokens_per_second']:,.0f}", *shares])
-    return rows_of_table(header, rows)
+        for method, record in pair.items():
+            if "kernels_us" not in record or not place.plain:
+                continue
+            cells = []
+            for kind in kinds:
+                cell = f"{record['kernels_us'][kind] / 1e3:.2f}"
+                if kind in FLOORS:
+                    least = sum(record["floor_parts_us"][part] for part in FLOORS[kind])
+                    cell += f" ({least / 1e3:.2f})"
+                cells.append(cell)
+            head = [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), method]
+            rows.append([*head, *cells])
+    return rows_of_table(["model", "layers", "batch", "method", *kinds], rows)
 
 
 def compile_times(records: Sequence[dict]) -> str:
@@ -146,13 +224,18 @@ def verification(records: Sequence[dict], window: int = 4) -> str:
 
 def tables(paths: Sequence[Path]) -> dict[str, str]:
     """The tables of the README that these result files give, by name."""
+    whole = read(paths, "bench.e2e_decode_speedup")
     made = {
-        "whole-models": (steps, read(paths, "bench.e2e_decode_speedup")),
-        "compile-times": (compile_times, read(paths, "bench.e2e_decode_speedup")),
+        "whole-models": (steps, whole),
+        "whole-models-by-context": (by_context, whole),
+        "whole-models-variants": (variants, whole),
+        "whole-models-by-kind": (by_kind, whole),
+        "compile-times": (compile_times, whole),
         "transformers": (generation, read(paths, "bench.e2e_transformers")),
         "verification": (verification, read(paths, "bench.e2e_spec_decode_throughput")),
     }
-    return {name: table(records) for name, (table, records) in made.items() if records}
+    found = {name: table(records) for name, (table, records) in made.items() if records}
+    return {name: table for name, table in found.items() if len(table.splitlines()) > 2}
 
 
 def main() -> None:

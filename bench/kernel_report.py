@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.kernel_cases import MAIN
+from bench.shapes import SHAPES
+from replayssm_jax.backend import eager_is_sooner
 
 EAGER_PEERS = ("peer:vllm", "peer:mamba-ssm", "peer:flashinfer", "peer:fla")
 REPLAY_PEERS = ("peer:authors-replay", "peer:vllm-replay", "peer:flashinfer-replay")
@@ -92,6 +94,35 @@ def by_batch(records: list[dict]) -> str:
     return rows_of_table(["shape", *map(str, batches)], rows)
 
 
+def few_rows(records: list[dict]) -> str:
+    """What `auto` takes for few rows, and the time of the faster method over that of the one it takes."""
+    batches = [1, 2, 4, 8, 16]
+    rows = []
+    for shape in MAIN:
+        cells = []
+        for batch in batches:
+            both = {m: step(records, shape, batch, (m,)) for m in ("eager", "replay")}
+            taken = "eager" if eager_is_sooner(SHAPES[shape], batch) else "replay"
+            times = {method: record["time_us"] for method, record in both.items() if record}
+            known = len(times) == len(both)
+            cells.append(f"{taken} {min(times.values()) / times[taken]:.2f}" if known else "-")
+        if set(cells) != {"-"}:
+            rows.append([f"`{shape}`", *cells])
+    return rows_of_table(["shape", *map(str, batches)], rows)
+
+
+def by_peer(records: list[dict], batch: int = 256) -> str:
+    """Microseconds a step of one token of every kernel, the flush included."""
+    rows = []
+    for method in ("eager", *EAGER_PEERS, "replay", *REPLAY_PEERS):
+        cells = [_time(step(records, shape, batch, (method,))) for shape in MAIN]
+        if set(cells) != {"-"}:
+            kind = "replay" if "replay" in method else "eager"
+            name = method.removeprefix("peer:").removesuffix("-replay")
+            rows.append([kind, "ours" if name == kind else name, *cells])
+    return rows_of_table(["method", "kernel", *(f"`{shape}`" for shape in MAIN)], rows)
+
+
 def by_window(records: list[dict], batch: int = 256) -> str:
     """Microseconds of a step of T tokens at the true flush rate, and the fastest peer's at T = 4."""
     rows = []
@@ -127,7 +158,14 @@ def by_format(records: list[dict], batch: int = 256) -> str:
 
 def tables(records: list[dict]) -> dict[str, str]:
     """The tables of the README, by name."""
-    made = {"": headline, "-by-batch": by_batch, "-by-window": by_window, "-by-format": by_format}
+    made = {
+        "": headline,
+        "-by-peer": by_peer,
+        "-by-batch": by_batch,
+        "-few-rows": few_rows,
+        "-by-window": by_window,
+        "-by-format": by_format,
+    }
     return {f"kernels{name}": table(records) for name, table in made.items()} if records else {}
 
 

@@ -1,4 +1,4 @@
-"""Where a profiled dispatch spends its time: kernels of a JAX trace, summed by name.
+"""Where a profiled dispatch spends its time: kernels of a JAX trace, summed by name or by kind.
 
 python -m bench.kernel_table FOLDER [--steps 16]
 """
@@ -6,26 +6,64 @@ python -m bench.kernel_table FOLDER [--steps 16]
 import argparse
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jax.profiler import ProfileData
+
+# Kinds of kernels by what their names begin with or contain; all others are "other kernels".
+KINDS = {
+    "state and ring": r"replay_|eager_step|conventional",
+    "products": r"nvjet|gemm|cublas|cutlass|splitK|product",
+    "attention": r"attention",
+    "convolution and gated norm": r"convolution|gated_norm",
+}
+OTHER, BETWEEN = "other kernels", "between kernels"
+
+
+class Event(NamedTuple):
+    """A kernel's name and its times in microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+
+def events(folder: Path) -> list[Event]:
+    """The GPU kernels in a folder's newest trace, in the order in which they started."""
+    newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    found = [
+        Event(event.name, event.start_ns / 1e3, event.duration_ns / 1e3)
+        for plane in ProfileData.from_file(str(newest)).planes
+        if plane.name.startswith("/device:GPU")
+        for stream in plane.lines
+        if stream.name.startswith("Stream")
+        for event in stream.events
+    ]
+    return sorted(found, key=lambda event: event.start)
 
 
 def kernel_times(folder: Path) -> dict[str, tuple[int, float]]:
     """Launches and microseconds of the GPU kernels in a folder's newest trace, by name without numbers."""
-    newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     totals: dict[str, list] = defaultdict(lambda: [0, 0.0])
-    for plane in ProfileData.from_file(str(newest)).planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for stream in plane.lines:
-            if not stream.name.startswith("Stream"):
-                continue
-            for event in stream.events:
-                entry = totals[re.sub(r"[_.]?\d+$", "", re.sub(r"(_\d+)+(?=_|$)", "", event.name))]
-                entry[0] += 1
-                entry[1] += event.duration_ns / 1e3
+    for event in events(folder):
+        entry = totals[re.sub(r"[_.]?\d+$", "", re.sub(r"(_\d+)+(?=_|$)", "", event.name))]
+        entry[0] += 1
+        entry[1] += event.duration
     return {name: (count, us) for name, (count, us) in totals.items()}
+
+
+def by_kind(found: Sequence[Event], steps: int) -> dict[str, float]:
+    """Microseconds a step of every kind of kernel, and of the time between kernels; events in order."""
+    totals = dict.fromkeys((*KINDS, OTHER, BETWEEN), 0.0)
+    busy_until = found[0].start if found else 0.0
+    for event in found:
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, event.name)), OTHER)
+        totals[kind] += event.duration
+        totals[BETWEEN] += max(event.start - busy_until, 0.0)
+        busy_until = max(busy_until, event.start + event.duration)
+    return {kind: round(total / steps, 1) for kind, total in totals.items()}
 
 
 def table(times: dict[str, tuple[int, float]], steps: int, top: int = 25) -> str:

@@ -21,7 +21,7 @@ LINES = {
     "replay, fastest peer": (REPLAY_PEERS, "#c0392b", "s-"),
     "eager, fastest peer": (EAGER_PEERS, "#c0392b", "s:"),
 }
-COLOURS = {"nano-4b": "#1b6ca8", "qwen3.5-4b": "#c0392b"}
+COLOURS = {"nano-4b": "#1b6ca8", "qwen3.5-4b": "#c0392b", "super": "#27ae60", "q122": "#8e44ad"}
 METHOD_STYLES = {"replay": "o-", "eager": "s:"}
 PARTS = {
     "state": "#1b6ca8",
@@ -82,8 +82,7 @@ def plot(records: list[dict], path: Path) -> None:
 
 
 def by_batch(records: Sequence[dict]) -> dict[tuple[str, bool], tuple[list[int], list[float]]]:
-    """Batches and speed-ups of each model, whole and cut, rows in random phases and float32 states, at the
-    context that most pairs have."""
+    """Batches and speed-ups of each model, whole and cut, of plain pairs at the context that most have."""
     pairs = {place: pair for place, pair in e2e_report.pairs(records).items() if place.plain}
     contexts = Counter(place.context for place in pairs)
     lines: dict[tuple[str, bool], tuple[list[int], list[float]]] = {}
@@ -97,14 +96,14 @@ def by_batch(records: Sequence[dict]) -> dict[tuple[str, bool], tuple[list[int],
 
 def by_context(records: Sequence[dict]) -> dict[tuple[str, int, str], tuple[list[int], list[float]]]:
     """Contexts and milliseconds a step of each model, batch and method that ran at three contexts."""
-    lines: dict[tuple[str, int, str], tuple[list[int], list[float]]] = {}
-    for place, pair in e2e_report.pairs(records).items():
-        for method, record in pair.items():
-            if place.plain and place.depth_cut:
-                contexts, times = lines.setdefault((place.shape, place.batch, method), ([], []))
-                contexts.append(place.context)
-                times.append(record["time_us"] / 1e3)
-    return {line: points for line, points in lines.items() if len(points[0]) > 2}
+    pairs = e2e_report.pairs(records)
+    lines = {}
+    for places in e2e_report.contexts(pairs).values():
+        for method in e2e_report.METHODS:
+            times = [pairs[place][method]["time_us"] / 1e3 for place in places]
+            line = places[0].shape, places[0].batch, method
+            lines[line] = [place.context for place in places], times
+    return lines
 
 
 def whole_models(records: Sequence[dict], path: Path, batch: int = 256) -> None:

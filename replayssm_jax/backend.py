@@ -52,11 +52,11 @@ def default_method(model: Any, rows: int) -> DecodingConfig:
     specs = [spec for spec in model.cache_specs() if hasattr(spec, "recurrence")]
     if not specs or size_refusal(EagerConfig(), specs, rows) is not None:
         return DEFAULT_REPLAY
-    return EagerConfig() if all(_eager_is_sooner(spec, rows) for spec in specs) else DEFAULT_REPLAY
+    return EagerConfig() if all(eager_is_sooner(spec, rows) for spec in specs) else DEFAULT_REPLAY
 
 
-def _eager_is_sooner(spec: Any, rows: int) -> bool:
-    """Whether an eager step of a layer takes less time than a replay step.
+def eager_is_sooner(spec: Any, rows: int) -> bool:
+    """Whether an eager step of a layer (heads, head_dim, groups) takes less time than a replay step.
 
     Measured on one H200 at 1 to 32 rows (`bench.kernel_decode`): below 1,000 tiles of 64 state rows; where a
     group has few tiles, replay's work for each group counts for more.

@@ -1,5 +1,6 @@
 """The timed loop of the end-to-end benchmarks, its processes, and the tables made of them."""
 
+import dataclasses
 import os
 import re
 import time
@@ -10,9 +11,16 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from bench import e2e_decode_speedup, e2e_models, e2e_spec_decode_throughput, roofline, step_times
+from bench import (
+    e2e_decode_speedup,
+    e2e_models,
+    e2e_spec_decode_throughput,
+    kernel_table,
+    roofline,
+    step_times,
+)
 from bench.decode_loop import Run, Setting, cursors, row_bytes
-from bench.kernel_table import kernel_times, table
+from bench.kernel_table import Event, by_kind, kernel_times, table
 from bench.processes import Task, run_all, run_group
 
 TINY = {
@@ -82,7 +90,7 @@ def test_phases_repeat_every_window(tiny, phases):
 
 
 def test_the_steps_of_a_repeat_are_timed_one_by_one(tiny):
-    run = Run(Setting(method="replay", step_times=True, dispatches=2, **tiny))
+    run = Run(Setting(method="replay", step_times=True, profile=True, dispatches=2, **tiny))
     seconds = [run.repeat() for _ in range(3)]
     record = run.record(seconds[1:])
     assert all(len(times) == 2 * 4 for times in run.step_times)
@@ -92,6 +100,9 @@ def test_the_steps_of_a_repeat_are_timed_one_by_one(tiny):
     means = (run.step_times[1] + run.step_times[2]) / 2
     np.testing.assert_allclose(record["step_times_us"], means, atol=0.1)
     assert record["step_us"]["max"] == pytest.approx(means.max(), abs=0.1)
+    # A CPU has no kernels; the profiled dispatch leaves the next repeat as it was.
+    assert set(record["kernels_us"].values()) == {0.0}
+    assert run.repeat() > 0
     line = step_times.table([record]).splitlines()[1].split()
     assert line[:5] == ["tiny", "2", "3", "replay", "random"]
 
@@ -135,7 +146,9 @@ def test_compilations_are_those_of_the_first_whole_model_with_a_cache_of_their_o
 
 
 def record(**fields):
-    return {"shape": "tiny", "layers": 2, "batch": 8, "context": 20, "op": "decode", "floor_us": 4.0} | fields
+    plain = {"buffer_length": 16, "phases": "random", "state": "fp32"}
+    sizes = {"shape": "tiny", "layers": 2, "batch": 8, "context": 20}
+    return sizes | plain | {"op": "decode", "floor_us": 4.0} | fields
 
 
 def test_ratios_compare_equal_batches_and_windows():
@@ -161,7 +174,7 @@ def test_speedups_compare_equal_batches_and_contexts():
     ]
     lines = e2e_decode_speedup.speedups(records).splitlines()
     assert [line.split() for line in lines[1:]] == [
-        ["tiny", "2", "8", "20", "10", "5", "2.000", "40", "%/80", "%"]
+        ["tiny", "2", "8", "20", "16", "random", "fp32", "10", "5", "2.000", "40", "%/80", "%"]
     ]
 
 
@@ -178,3 +191,30 @@ def test_kernels_of_a_trace_are_summed_by_name(tmp_path):
     times = kernel_times(tmp_path)
     assert times == {"fusion": (2, 3.0), "replay_window": (2, 6.0)}
     assert re.search(r"1\.0 +3\.0  replay_window\n", table(times, steps=2))
+    kinds = by_kind(kernel_table.events(tmp_path), steps=2)
+    assert {kind: us for kind, us in kinds.items() if us} == {"state and ring": 3.0, "other kernels": 1.5}
+
+
+def test_time_between_kernels_is_when_none_runs():
+    kernels = [
+        Event("nvjet_a", 10.0, 5.0),
+        Event("decode_attention", 12.0, 2.0),
+        Event("replay_flush", 19.0, 1.0),
+    ]
+    kinds = {kind: us for kind, us in by_kind(kernels, steps=1).items() if us}
+    assert kinds == {"products": 5.0, "attention": 2.0, "state and ring": 1.0, "between kernels": 4.0}
+
+
+def test_variants_change_one_thing_of_the_first(tiny):
+    base = Setting(method="replay", **tiny)
+    made = e2e_decode_speedup.replays(base, [16, 8], ["random", "spread"], ["fp32", "bf16", "nvfp4:fp32"])
+    changed = [
+        {"buffer_length": 8},
+        {"phases": "spread"},
+        {"read": "bf16", "recurrence": "bf16"},
+        {"read": "nvfp4"},
+    ]
+    assert made == [base, *(dataclasses.replace(base, **fields) for fields in changed)]
+    (group,) = e2e_decode_speedup.groups([made], 1e12)
+    assert [task.setting.method for task in group] == ["eager", *["replay"] * 5]
+    assert len(e2e_decode_speedup.groups([made], 1.0)) == 6

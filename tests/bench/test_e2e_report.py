@@ -4,16 +4,20 @@ import json
 
 import pytest
 
-from bench import e2e_report, e2e_transformers, plots
+from bench import e2e_report, e2e_transformers, kernel_table, plots
 
 WHOLE = {"shape": "nano-4b", "layers": 42, "depth_cut": False}
 
 
+KERNELS = dict.fromkeys((*kernel_table.KINDS, kernel_table.OTHER, kernel_table.BETWEEN), 0.0)
+KERNELS |= {"state and ring": 4000.0, "products": 3000.0, "other kernels": 500.0, "between kernels": 200.0}
+
+
 def record(method, time, batch=256, context=288, **fields):
-    parts = dict.fromkeys(plots.PARTS, 0.0) | {"state": 3000.0, "weights": 2000.0}
+    parts = dict.fromkeys(plots.PARTS, 0.0) | {"state": 3000.0, "weights": 2000.0, "kv": 1000.0}
     return WHOLE | {
         "batch": batch, "method": method, "op": "decode", "context": context, "phases": "random",
-        "state": "fp32", "recurrence": "fp32", "time_us": time,
+        "state": "fp32", "recurrence": "fp32", "buffer_length": 16, "time_us": time,
         "floor_us": 5000.0, "floor_parts_us": parts,
         "tokens_per_second": batch / time * 1e6,
         "lowering_s": 4.0, "compile_s": 16.0,
@@ -22,7 +26,9 @@ def record(method, time, batch=256, context=288, **fields):
 
 RECORDS = [
     record("eager", 15000.0),
-    record("replay", 10000.0),
+    record("replay", 10000.0, kernels_us=KERNELS),
+    record("replay", 12000.0, buffer_length=8),
+    record("replay", 7500.0, state="nvfp4"),
     record("eager", 4000.0, batch=1),
     record("replay", 4100.0, batch=1),
     record("replay", 30000.0, batch=512),
@@ -60,15 +66,23 @@ def files(tmp_path):
 
 
 def test_tables_pair_the_methods(files):
-    steps, compiled, generation = (table.splitlines()[2:] for table in e2e_report.tables(files).values())
-    assert len(steps) == 5
-    assert steps[1] == (
-        "| Nemotron-3-Nano-4B | 42 | 256 | 288 | random | fp32 | 15.00 | 10.00 | 1.50 | 25,600 "
-        "| 33 % | 50 % |"
+    steps, contexts, variants, kinds, compiled, generation = (
+        table.splitlines()[2:] for table in e2e_report.tables(files).values()
     )
-    assert steps[2].startswith(
-        "| Nemotron-3-Nano-4B | 10 (cut) | 64 | 288 | random | fp32 | 1.00 | 0.80 | 1.25 |"
-    )
+    assert steps[1:] == [
+        "| Nemotron-3-Nano-4B | 42 | 256 | 288 | 15.00 | 10.00 | 1.50 | 25,600 | 33 % | 50 % |"
+    ]
+    assert len(contexts) == 3
+    assert contexts[0].startswith("| Nemotron-3-Nano-4B | 10 (cut) | 64 | 288 | 20 % | 1.00 | 0.80 | 1.25 |")
+    assert [line.split(" | ")[3:9] for line in variants] == [
+        ["random", "fp32", "16", "15.00", "10.00", "1.50"],
+        ["random", "fp32", "8", "15.00", "12.00", "1.25"],
+        ["random", "nvfp4 of fp32", "16", "15.00", "7.50", "2.00"],
+    ]
+    assert kinds == [
+        "| Nemotron-3-Nano-4B | 42 | 256 | replay | 4.00 (3.00) | 3.00 (2.00) "
+        "| 0.00 (1.00) | 0.00 | 0.50 | 0.20 |"
+    ]
     assert compiled == ["| Nemotron-3-Nano-4B | replay | 256 | 20 | 6 |"]
     assert generation == ["| Qwen3.5-4B | 32 | 1 | 64 | 200 | 20 | 10.0 | 12.5 |"]
 

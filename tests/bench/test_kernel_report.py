@@ -41,6 +41,22 @@ def test_ratios_by_batch_are_over_our_eager_kernel():
     assert kernel_report.by_batch(RECORDS).split("\n")[2] == "| `super` | 1.20 | 1.96 |"
 
 
+def test_few_rows_have_the_time_of_the_faster_method_over_that_of_the_chosen_one():
+    line = kernel_report.few_rows(RECORDS).split("\n")[2]
+    # Eager takes 12 us there and replay 10, but rows are few.
+    assert line == "| `super` | eager 0.83 | - | - | - | - |"
+
+
+def test_every_kernel_has_a_line():
+    assert kernel_report.by_peer(RECORDS).split("\n")[2:] == [
+        "| eager | ours | 540 | - | - | - |",
+        "| eager | vllm | 560 | - | - | - |",
+        "| eager | mamba-ssm | 550 | - | - | - |",
+        "| replay | ours | 275 | - | - | - |",
+        "| replay | vllm | 330 | - | - | - |",
+    ]
+
+
 def test_formats_and_windows_are_steps_without_a_flush():
     header, _, line = kernel_report.by_format(RECORDS).split("\n")
     assert header == "| shape | T = 4, fp32 | T = 1, nvfp4 |"
