@@ -8,6 +8,7 @@ Writes precision_drift.svg (divergence by position) and precision_heads.svg (err
 import argparse
 import itertools
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -143,14 +144,14 @@ def by_length(records: list[dict]) -> str:
     return rows_of_table(header, rows)
 
 
-def by_memory(records: list[dict]) -> str:
+def by_memory(records: list[dict], lengths: Collection[int]) -> str:
     """Squared errors by head, shared NVFP4 over NVFP4 read + FP32: measured against predicted ratio."""
     header = ["model", "L", "heads that decay by e over", "heads", "predicted", "nearest", "within 2x"]
     header += ["stochastic", "within 2x"]
     rows = []
     for model, length in _runs(records):
         record = pick(records, model=model, buffer_length=length, heads=True)
-        if record is None:
+        if record is None or length not in lengths:
             continue
         memory, predicted, nearest, stochastic = heads(record)
         for low, high in itertools.pairwise((0, 4 * length, 2000, math.inf)):
@@ -180,10 +181,15 @@ def _runs(records: list[dict]) -> list[tuple[str, int]]:
     return [(model, length) for model in models for length in lengths]
 
 
-def tables(records: list[dict]) -> dict[str, str]:
-    """The tables of the README, by name."""
-    made = {"precision": headline, "precision-by-length": by_length, "precision-by-memory": by_memory}
-    return {name: table(records) for name, table in made.items()} if records else {}
+def tables(records: list[dict], lengths: Collection[int] = (16,)) -> dict[str, str]:
+    """The tables of the README, by name. lengths: of those by head."""
+    if not records:
+        return {}
+    return {
+        "precision": headline(records),
+        "precision-by-length": by_length(records),
+        "precision-by-memory": by_memory(records, lengths),
+    }
 
 
 def heads(record: dict) -> np.ndarray:
@@ -195,7 +201,8 @@ def heads(record: dict) -> np.ndarray:
     """
 
     def joined(rows: list) -> np.ndarray:
-        return np.concatenate([np.asarray(row, np.float64) for row in rows])
+        values = np.concatenate([np.asarray(row, np.float64) for row in rows])
+        return np.nan_to_num(values, nan=np.inf)  # states that have left float32
 
     separate = joined(record["errors"][SEPARATE])
     predicted, nearest, stochastic = (
@@ -207,8 +214,7 @@ def heads(record: dict) -> np.ndarray:
 
 
 def _within_twice(measured: np.ndarray, predicted: np.ndarray) -> str:
-    with np.errstate(invalid="ignore"):
-        return f"{100 * np.mean(np.abs(np.log2(measured / predicted)) <= 1):.0f} %"
+    return f"{100 * np.mean(np.abs(np.log2(measured / predicted)) <= 1):.0f} %"
 
 
 def plot_growth(records: list[dict], path: Path, length: int = 16) -> None:
@@ -259,7 +265,7 @@ def main() -> None:
     parser.add_argument("--plots", type=Path, help="folder of the figures")
     options = parser.parse_args()
     records = e2e_report.read(options.results, "bench.precision_drift")
-    print(*tables(records).values(), sep="\n\n")
+    print(*tables(records, {record["buffer_length"] for record in records}).values(), sep="\n\n")
     if options.plots:
         plot_growth(records, options.plots / "precision_drift.svg")
         plot_heads(records, options.plots / "precision_heads.svg")
