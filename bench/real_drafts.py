@@ -3,17 +3,18 @@
 Greedy decoding of `--new-tokens` tokens after prompts that the checkpoint was not trained on, stop ids
 ignored: `replay` and `conventional` with the drafter's windows, plain `replay` and `eager`. All that is done
 in a dispatch of 16 windows stays on the device: drafting, verification, acceptance, commit. The methods take
-turns within every repeat. The conventional method runs in its portable form, which copies states. Records:
-`model`, `batch`, `method`, `drafter`, `window`, `tokens_per_second` (median) with `spread`, `step_us`,
-`committed` (tokens a row and step), `equal` (rows whose tokens are those of `eager`).
+turns within every repeat. Records: `model`, `batch`, `method`, `implementation`, `drafter`, `window`,
+`buffer_length`, `tokens_per_second` (median) with `spread`, `step_us`, `committed` (tokens a row and step),
+`equal` (rows whose tokens are those of `eager`). Plain decoding stands once a model and batch.
 
-    python -m bench.real_drafts --commit HASH [--model tiny-qwen3.5] [--drafter mtp] [--draft-tokens 3]
+    python -m bench.real_drafts --commit HASH [--model tiny-qwen3.5] [--drafters mtp,ngram,tiny-nemotron-h]
 """
 
 import argparse
+import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ import numpy as np
 import replayssm_jax as rs
 from bench import result_file
 from bench.conventional import conventional_cache
+from bench.processes import turn
 from replayssm_jax.cache import Cache
 from replayssm_jax.decode import FlatModel, Rows, decode, empty_cache, empty_state
-from replayssm_jax.drafters import drafter_of
+from replayssm_jax.drafters import NAMES, drafter_of
 from replayssm_jax.replay import prefill_core
 from replayssm_jax.sampling import sampling_params
 
@@ -66,7 +68,11 @@ class Decoder:
         )
         if method == "conventional":
             build = functools.partial(
-                conventional_cache, batch=batch, max_length=max_length, window=1 + self.drafts
+                conventional_cache,
+                batch=batch,
+                max_length=max_length,
+                window=1 + self.drafts,
+                implementation=replay.implementation,
             )
             self.empty = functools.partial(jax.jit(lambda model: build(model.unflatten())), self.model)
         self.state = functools.partial(empty_state, self.model, self.drafter, batch, max_length, replay)
@@ -117,32 +123,35 @@ def _prefill(model, drafter, tokens, lengths, cache, state):
 
 
 def measure(
-    loaded: Any, batch: int, new_tokens: int, speculative: Any, repeats: int, replay: Any
+    loaded: Any,
+    batch: int,
+    new_tokens: int,
+    speculatives: Mapping[str, rs.Speculative],
+    repeats: int,
+    replay: rs.ReplayConfig,
+    lock: Path | None = None,
 ) -> list[dict]:
-    """Records of the four methods; a run that compiles comes first and is not counted."""
+    """Records of plain decoding and of both speculative methods with every drafter, by name; a run that
+    compiles comes first and is not counted."""
     prompts = [loaded.tokenizer(PROMPTS[i % len(PROMPTS)])["input_ids"] for i in range(batch)]
     make = functools.partial(Decoder, loaded, prompts, new_tokens)
-    window = rs.ReplayConfig(
-        buffer_length=replay.buffer_length,
-        window=speculative.window,
-        implementation=replay.implementation,
-    )
-    decoders = {
-        ("eager", 1): make("eager", None, None),
-        ("replay", 1): make("replay", None, replay),
-        ("replay", speculative.window): make("replay", speculative, window),
-        ("conventional", speculative.window): make("conventional", speculative, window),
-    }
+    plain = rs.EagerConfig(implementation=replay.implementation)
+    decoders = {("eager", None): make("eager", None, plain), ("replay", None): make("replay", None, replay)}
+    for name, speculative in speculatives.items():
+        window = dataclasses.replace(replay, window=speculative.window)
+        for method in ("replay", "conventional"):
+            decoders[method, name] = make(method, speculative, window)
     texts = {key: decoder.run()[0] for key, decoder in decoders.items()}
     seconds = {key: [] for key in decoders}
     tallies = {}
     for _ in range(repeats):
         for key, decoder in decoders.items():
-            _, spent, tallies[key] = decoder.run()
+            with turn(lock):
+                _, spent, tallies[key] = decoder.run()
             seconds[key].append(spent)
     records = []
-    for (method, tokens), times in seconds.items():
-        tally = tallies[method, tokens]
+    for (method, drafter), times in seconds.items():
+        tally = tallies[method, drafter]
         # The first token comes from the prefill.
         rates = batch * (new_tokens - 1) / np.array(times)
         low, middle, high = np.percentile(rates, [10, 50, 90])
@@ -151,14 +160,15 @@ def measure(
                 "model": loaded.path.name,
                 "batch": batch,
                 "method": method,
-                "drafter": speculative.drafter if tokens > 1 else None,
-                "window": tokens,
+                "implementation": replay.implementation,
+                "drafter": drafter,
+                "window": 1 + decoders[method, drafter].drafts,
                 "buffer_length": replay.buffer_length,
                 "tokens_per_second": round(float(middle), 1),
                 "spread": [round(float(low), 1), round(float(high), 1)],
                 "step_us": round(float(np.median(times)) / int(tally.steps) * 1e6, 1),
                 "committed": round(batch * (new_tokens - 1) / int(tally.row_steps), 3),
-                "equal": int((texts[method, tokens] == texts["eager", 1]).all(axis=1).sum()),
+                "equal": int((texts[method, drafter] == texts["eager", None]).all(axis=1).sum()),
             }
         )
     return records
@@ -167,13 +177,13 @@ def measure(
 def table(records: list[dict]) -> str:
     """The records as lines of text."""
     lines = [
-        f"{'model':18}{'batch':>6}{'method':>14}{'T':>3}{'tokens/s':>10}{'us a step':>11}{'committed':>11}"
-        f"{'equal':>7}"
+        f"{'model':16}{'batch':>6}{'method':>14}{'drafter':>17}{'T':>3}{'tokens/s':>10}{'us a step':>11}"
+        f"{'committed':>11}{'equal':>7}"
     ]
     for r in records:
         lines.append(
-            f"{r['model']:18}{r['batch']:6}{r['method']:>14}{r['window']:3}{r['tokens_per_second']:10.0f}"
-            f"{r['step_us']:11.0f}{r['committed']:11.2f}{r['equal']:4}/{r['batch']}"
+            f"{r['model']:16}{r['batch']:6}{r['method']:>14}{r['drafter'] or '-':>17}{r['window']:3}"
+            f"{r['tokens_per_second']:10.0f}{r['step_us']:11.0f}{r['committed']:11.2f}{r['equal']:4}/{r['batch']}"
         )
     return "\n".join(lines)
 
@@ -184,25 +194,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="tiny-qwen3.5")
-    parser.add_argument("--drafter", default="mtp", choices=("mtp", "ngram"))
+    parser.add_argument("--drafters", default="mtp,ngram", help="mtp, ngram, names or folders of models")
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--buffer-length", type=int, default=16)
     parser.add_argument("--implementation", default="xla", choices=("xla", "pallas"))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path, default=result_file.RESULTS / "real_drafts.json")
     options = parser.parse_args()
     loaded = rs.load(options.model)
-    speculative = rs.Speculative(options.drafter, options.draft_tokens)
+    speculatives = {
+        name: rs.Speculative(name if name in NAMES else rs.load(name, mtp=False), options.draft_tokens)
+        for name in options.drafters.split(",")
+    }
     replay = rs.ReplayConfig(buffer_length=options.buffer_length, implementation=options.implementation)
     result = result_file.head("bench.real_drafts", options.commit)
     result["records"] = []
     for batch in map(int, options.batches.split(",")):
-        result["records"] += measure(loaded, batch, options.new_tokens, speculative, options.repeats, replay)
-        print(table(result["records"][-4:]), flush=True)
-    result_file.write(result, options.out)
+        records = measure(
+            loaded, batch, options.new_tokens, speculatives, options.repeats, replay, options.lock
+        )
+        print(table(records), flush=True)
+        result["records"] += records
+        result_file.write(result, options.out)
 
 
 if __name__ == "__main__":

@@ -66,9 +66,8 @@ class Geometry:
             return TILE // self.head_dim
         return -(-(TILE - 1) // self.head_dim) + 1
 
-    def check(self, copies: int = 1) -> None:
-        """Raise `Unsupported` with the reason when the kernels cannot serve these sizes (copies: states a
-        row)."""
+    def check(self) -> None:
+        """Raise `Unsupported` with the reason when the kernels cannot serve these sizes."""
         if self.group_heads * self.head_dim % TILE:
             raise Unsupported(
                 f"heads of a group times head_dim must be a multiple of {TILE}, "
@@ -82,7 +81,7 @@ class Geometry:
             raise Unsupported(f"the ring must have 8 to 56 slots in steps of 8, got {self.ring}")
         if not 1 <= self.tokens <= NEW_SLOTS:
             raise Unsupported(f"the window must have 1 to {NEW_SLOTS} tokens, got {self.tokens}")
-        elements = copies * self.batch * self.heads * self.head_dim * self.d_state
+        elements = self.batch * self.heads * self.head_dim * self.d_state
         if elements >= MAX_ELEMENTS:
             raise Unsupported(f"a layer's state may have fewer than 2^31 elements, got {elements}")
         if self.tiles > 256:

@@ -221,7 +221,7 @@ class _Call:
         groups, tokens = new[0].shape[1:3]
         slots = launch.GRANULE if ring is None else ring[0].shape[2]
         self.geometry = geo = Geometry(batch, groups, heads, head_dim, d_state, slots, tokens)
-        geo.check(copies)
+        geo.check()
         self.shapes = state.shape, () if ring is None else tuple(array.shape for array in ring)
         blocks, tiles = batch * groups, geo.tiles
         state_view = state.reshape(copies * blocks * tiles, TILE, d_state)

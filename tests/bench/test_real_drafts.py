@@ -9,7 +9,7 @@ from bench.real_drafts import measure, table
 @pytest.mark.slow
 def test_four_methods_decode_the_same_text():
     loaded = rs.load("tiny-nemotron-h")
-    records = measure(loaded, 2, 24, rs.Speculative("ngram", 2), 1, rs.ReplayConfig())
+    records = measure(loaded, 2, 24, {"ngram": rs.Speculative("ngram", 2)}, 1, rs.ReplayConfig())
     assert [(r["method"], r["window"]) for r in records] == [
         ("eager", 1), ("replay", 1), ("replay", 3), ("conventional", 3)
     ]  # fmt: skip

@@ -108,6 +108,20 @@ def test_eager_step_is_the_float64_loop(name):
 
 
 @pytest.mark.parametrize("name", ["super", "q122"])
+def test_snapshots_of_as_many_elements_as_32_bits_can_count(name):
+    """Four states of 512 rows; rows at both ends are those of a call of their own."""
+    case, rows = draw(name, 4, batch=512), np.array([0, 255, 256, 511])
+    states = jax.jit(lambda x: jnp.stack([x, -x, 0.5 * x, x + 1.0]))(case.checkpoint)
+    assert states.size == 2**31
+    few, part = states[:, rows], tuple(field[rows] for field in case.new)
+    call = jax.jit(case.kernels.snapshots, donate_argnums=0)
+    outputs, states = call(states, case.new, case.reader, case.constants, case.start)
+    wanted, kept = call(few, part, case.reader[rows], case.constants, case.start[rows])
+    np.testing.assert_array_equal(outputs[rows], wanted)
+    np.testing.assert_array_equal(states[:, rows], kept)
+
+
+@pytest.mark.parametrize("name", ["super", "q122"])
 def test_step_is_in_place(name):
     case = draw(name, 1)
     plan = launch.plan(jnp.zeros((4,), jnp.bool_), case.start, case.length)

@@ -68,9 +68,9 @@ def test_kernels_lower_to_cuda_at_more_shapes(name, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nano-4b", "qwen3.5-4b"])
-def test_snapshots_lower_to_cuda(name):
-    lower_snapshots(name, 4)
+@pytest.mark.parametrize(("name", "batch"), [("nano-4b", 256), ("q122", 512)])
+def test_snapshots_lower_to_cuda(name, batch):
+    lower_snapshots(name, 4, batch)
 
 
 @pytest.mark.slow
