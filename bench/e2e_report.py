@@ -201,25 +201,59 @@ def generation(records: Sequence[dict]) -> str:
 
 
 def verification(records: Sequence[dict], window: int = 4) -> str:
-    """Milliseconds of plain steps and of steps of T tokens of whole models, L = 16, with ratios of tokens a
-    second. Only steps of one commit stand in a row."""
+    """Milliseconds of plain steps and of steps of T tokens, L = 16, with ratios of tokens a second; of depth
+    cuts where the whole model is none of `NAMES`. Only steps of one commit stand in a row."""
     columns = (("eager", 1), ("replay", 1), ("replay", window), ("conventional", window))
-    found: dict[tuple[str, int, str], dict[tuple[str, int], dict]] = {}
+    found: dict[tuple, dict[tuple[str, int], dict]] = {}
     for record in records:
-        if record["op"] != "concurrency" and not record["depth_cut"] and record["buffer_length"] == 16:
-            place = record["shape"], record["batch"], record.get("commit", "-")
-            found.setdefault(place, {})[record["method"], record["window"]] = record
+        if record["op"] == "concurrency" or record["buffer_length"] != 16:
+            continue
+        if not record["depth_cut"] or record["shape"] not in NAMES:
+            place = [record[name] for name in ("depth_cut", "shape", "layers", "batch")]
+            steps_of = found.setdefault((*place, record.get("commit", "-")), {})
+            steps_of[record["method"], record["window"]] = record
     rows = []
-    for (shape, batch, commit), steps_of in sorted(found.items()):
+    for (cut, shape, layers, batch, commit), steps_of in sorted(found.items()):
         cells = [f"{steps_of[c]['time_us'] / 1e3:.1f}" if c in steps_of else "-" for c in columns]
         rates = {column: record["tokens_per_second"] for column, record in steps_of.items()}
         for base in (("eager", 1), ("conventional", window)):
             known = base in rates and ("replay", window) in rates
             cells.append(f"{rates['replay', window] / rates[base]:.2f}" if known else "-")
-        rows.append([NAMES.get(shape, shape), str(batch), *cells, commit])
-    header = ["model", "batch", "eager", "replay", f"replay T = {window}", f"conventional T = {window}"]
-    header += [f"T = {window} tokens/s over eager", "over conventional", "commit"]
+        depth = f"{layers} (cut)" if cut else str(layers)
+        rows.append([NAMES.get(shape, shape), depth, str(batch), *cells, commit])
+    header = ["model", "layers", "batch", "eager", "replay", f"replay T = {window}"]
+    header += [
+        f"conventional T = {window}",
+        f"T = {window} tokens/s over eager",
+        "over conventional",
+        "commit",
+    ]
     return rows_of_table(header, rows)
+
+
+def rows_that_fit(records: Sequence[dict], window: int = 4) -> list[tuple[dict, dict]]:
+    """Records of the largest batch at T tokens a step: replay's and the conventional method's, by model and
+    positions a row."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for record in records:
+        if record["op"] == "concurrency" and record["window"] == window:
+            place = record["shape"], record["max_length"], record["memory_bytes"], record.get("commit", "-")
+            found.setdefault(place, {})[record["method"]] = record
+    pairs = [found[place] for place in sorted(found)]
+    return [
+        (pair["replay"], pair["conventional"]) for pair in pairs if {"replay", "conventional"} <= set(pair)
+    ]
+
+
+def concurrency(records: Sequence[dict]) -> str:
+    """Rows that fit beside the weights."""
+    rows = []
+    for replay, conventional in rows_that_fit(records):
+        cells = [NAMES.get(replay["shape"], replay["shape"]), f"{replay['max_length']:,}"]
+        cells += [f"{replay['memory_bytes'] / 1e9:.0f}", str(replay["rows"]), str(conventional["rows"])]
+        rows.append([*cells, f"{replay['rows'] / conventional['rows']:.2f}", replay.get("commit", "-")])
+    header = ["model", "positions a row", "memory, GB", "rows, replay T = 4", "rows, conventional T = 4"]
+    return rows_of_table([*header, "ratio", "commit"], rows)
 
 
 def tables(paths: Sequence[Path]) -> dict[str, str]:
@@ -233,6 +267,7 @@ def tables(paths: Sequence[Path]) -> dict[str, str]:
         "compile-times": (compile_times, whole),
         "transformers": (generation, read(paths, "bench.e2e_transformers")),
         "verification": (verification, read(paths, "bench.e2e_spec_decode_throughput")),
+        "concurrency": (concurrency, read(paths, "bench.e2e_spec_decode_throughput")),
     }
     found = {name: table(records) for name, (table, records) in made.items() if records}
     return {name: table for name, table in found.items() if len(table.splitlines()) > 2}

@@ -6,7 +6,7 @@ histogram whose drafts are accepted at one rate, which `--mean-accepted` fixes f
 verification of T tokens and the choice of the next; no drafter runs (with a real one its cost is the same for
 both speculative methods). Whole models at T = 4 and the batches of `--full-batches`; `--windows` at all
 `--batches` on a cut of `--layers` layers, whose records have `depth_cut`: the head weighs more there.
-`concurrency` records tell how many rows fit into `--memory`.
+`concurrency` records tell how many rows of `--max-lengths` positions fit into `--memory`.
 
     python -m bench.e2e_spec_decode_throughput --model nano-4b --commit HASH
 """
@@ -18,6 +18,7 @@ import os
 from bench import result_file
 from bench.decode_loop import Setting
 from bench.e2e_models import CUT_LAYERS, STAND_INS
+from bench.e2e_report import rows_that_fit
 from bench.processes import Task, add_options, run_all
 from bench.roofline import committed, draft_rate
 
@@ -56,10 +57,10 @@ def plan(options: argparse.Namespace) -> list[Task]:
     for batch in options.batches:
         settings += points(cut, batch, 4, rate)[2:] if options.plain else []
     tasks = [Task(setting=setting) for setting in settings]
-    if options.concurrency:
-        memory = {"memory": round(options.memory * 1e9), "max_length": options.max_length}
-        for setting in points(base, 1, 4, rate):
-            tasks.append(Task(setting=setting, **memory))
+    methods = points(base, 1, 4, rate)[: None if options.plain else 2]
+    for max_length in options.max_lengths if options.concurrency else ():
+        memory = {"memory": round(options.memory * 1e9), "max_length": max_length}
+        tasks += [Task(setting=setting, **memory) for setting in methods]
     return tasks
 
 
@@ -77,10 +78,9 @@ def ratios(records: list[dict]) -> str:
             found = [timed.get((shape, layers, batch, *other)) for other in others]
             cells = [f"{rate / other:.2f}" if other else "-" for other in found]
             lines.append(f"{shape:11}{layers:7}{batch:6}{window:3}{cells[0]:>15}{cells[1]:>8}{cells[2]:>9}")
-    rows = {(r["method"], r["window"]): r["rows"] for r in records if r["op"] == "concurrency"}
-    if ("replay", 4) in rows and ("conventional", 4) in rows:
-        ratio = rows["replay", 4] / rows["conventional", 4]
-        lines.append(f"rows that fit, T = 4, replay over conventional: {ratio:.2f}")
+    for replay, conventional in rows_that_fit(records):
+        ratio, length = replay["rows"] / conventional["rows"], replay["max_length"]
+        lines.append(f"rows of {length} positions that fit, T = 4, replay over conventional: {ratio:.2f}")
     return "\n".join(lines)
 
 
@@ -100,7 +100,10 @@ def main() -> None:
     )
     parser.add_argument("--windows", type=numbers, default=[4, 2, 8], help="T of the depth cut")
     parser.add_argument(
-        "--plain", action=argparse.BooleanOptionalAction, default=True, help="plain decoding of the cut too"
+        "--plain",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="plain decoding too: of the cut, and in records of how many rows fit",
     )
     parser.add_argument("--layers", type=int, help="layers of the depth cut")
     parser.add_argument("--mean-accepted", type=float, default=3.0, help="tokens committed a step at T = 4")
@@ -112,7 +115,9 @@ def main() -> None:
     parser.add_argument(
         "--concurrency", action=argparse.BooleanOptionalAction, default=True, help="how many rows fit"
     )
-    parser.add_argument("--max-length", type=int, default=2048, help="positions a row in those records")
+    parser.add_argument(
+        "--max-lengths", type=numbers, default=[512, 2048], help="positions a row in those records"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile side by side")
     add_options(parser)
     options = parser.parse_args()

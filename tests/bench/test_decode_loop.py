@@ -157,12 +157,14 @@ def test_ratios_compare_equal_batches_and_windows():
         record(method="conventional", window=4, tokens_per_second=2.0),
         record(method="eager", window=1, tokens_per_second=3.0),
         record(method="conventional", window=4, tokens_per_second=1.0, batch=9),
-        {"method": "replay", "window": 4, "op": "concurrency", "rows": 30},
-        {"method": "conventional", "window": 4, "op": "concurrency", "rows": 12},
+        *(
+            record(method=method, window=4, op="concurrency", rows=rows, max_length=length, memory_bytes=9)
+            for method, length, rows in (("replay", 64, 30), ("conventional", 64, 12), ("replay", 32, 40))
+        ),
     ]
     lines = e2e_spec_decode_throughput.ratios(records).splitlines()
     assert lines[1].split() == ["tiny", "2", "8", "4", "3.00", "2.00", "-"]
-    assert lines[2:] == ["rows that fit, T = 4, replay over conventional: 2.50"]
+    assert lines[2:] == ["rows of 64 positions that fit, T = 4, replay over conventional: 2.50"]
 
 
 def test_speedups_compare_equal_batches_and_contexts():

@@ -88,21 +88,41 @@ def test_tables_pair_the_methods(files):
 
 
 def test_verification_compares_tokens_a_second():
-    common = {"shape": "nano-4b", "depth_cut": False, "batch": 8, "buffer_length": 16, "op": "verify"}
+    common = {"shape": "nano-4b", "layers": 42, "depth_cut": False, "batch": 8, "buffer_length": 16}
+    common |= {"op": "verify", "commit": "a"}
+    eager = common | {"method": "eager", "window": 1, "time_us": 2000.0, "tokens_per_second": 10.0}
+    replay = common | {"method": "replay", "window": 4, "time_us": 3000.0, "tokens_per_second": 15.0}
+    cut = {"layers": 10, "depth_cut": True}
     records = [
-        common | {"method": "eager", "window": 1, "time_us": 2000.0, "tokens_per_second": 10.0},
-        common | {"method": "replay", "window": 4, "time_us": 3000.0, "tokens_per_second": 15.0},
-        common
-        | {"method": "replay", "window": 4, "time_us": 1.0, "tokens_per_second": 1.0, "buffer_length": 32},
+        eager,
+        replay,
+        replay | {"time_us": 1.0, "buffer_length": 32},
         common | {"op": "concurrency", "method": "conventional", "window": 4, "rows": 3},
+        # Another commit's step is compared with none of these.
+        replay | {"commit": "b", "method": "conventional"},
+        # A cut stands for a model that has no records of its whole.
+        replay | cut,
+        replay | cut | {"shape": "super"},
     ]
-    # Another commit's step is compared with none of these.
-    records = [record | {"commit": "a"} for record in records]
-    records.append(records[1] | {"commit": "b", "method": "conventional"})
-    lines = e2e_report.verification(records).splitlines()[2:]
-    assert lines == [
-        "| Nemotron-3-Nano-4B | 8 | 2.0 | - | 3.0 | - | 1.50 | - | a |",
-        "| Nemotron-3-Nano-4B | 8 | - | - | - | 3.0 | - | - | b |",
+    assert e2e_report.verification(records).splitlines()[2:] == [
+        "| Nemotron-3-Nano-4B | 42 | 8 | 2.0 | - | 3.0 | - | 1.50 | - | a |",
+        "| Nemotron-3-Nano-4B | 42 | 8 | - | - | - | 3.0 | - | - | b |",
+        "| super | 10 (cut) | 8 | - | - | 3.0 | - | - | - | a |",
+    ]
+
+
+def test_rows_that_fit_are_compared_at_equal_lengths():
+    common = {"shape": "nano-4b", "op": "concurrency", "window": 4, "memory_bytes": 10**11, "commit": "a"}
+    records = [
+        common | {"method": method, "max_length": length, "rows": rows}
+        for method, length, rows in (
+            ("replay", 2048, 30),
+            ("conventional", 512, 7),
+            ("conventional", 2048, 12),
+        )
+    ]
+    assert e2e_report.concurrency(records).splitlines()[2:] == [
+        "| Nemotron-3-Nano-4B | 2,048 | 100 | 30 | 12 | 2.50 | a |"
     ]
 
 
