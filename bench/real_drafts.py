@@ -136,7 +136,10 @@ def measure(
     prompts = [loaded.tokenizer(PROMPTS[i % len(PROMPTS)])["input_ids"] for i in range(batch)]
     make = functools.partial(Decoder, loaded, prompts, new_tokens)
     plain = rs.EagerConfig(implementation=replay.implementation)
-    decoders = {("eager", None): make("eager", None, plain), ("replay", None): make("replay", None, replay)}
+    decoders: dict[tuple[str, str | None], Decoder] = {
+        ("eager", None): make("eager", None, plain),
+        ("replay", None): make("replay", None, replay),
+    }
     for name, speculative in speculatives.items():
         window = dataclasses.replace(replay, window=speculative.window)
         for method in ("replay", "conventional"):
