@@ -362,7 +362,7 @@ def forgetting(results: Results) -> Answer | None:
 
 
 def costs(results: Results) -> Answer | None:
-    """C16: the bytes of a replay cache against an eager one."""
+    """C16: the bytes of a replay cache against an eager one, and the time of a flush that writes a copy too."""
     parts, files = [], []
     for name, records in of_bench(results, "bench.e2e_decode_speedup").items():
         for place, pair in e2e_report.pairs(records).items():
@@ -370,9 +370,21 @@ def costs(results: Results) -> Answer | None:
                 more = pair["replay"]["cache_bytes"] / pair["eager"]["cache_bytes"] - 1
                 parts.append(f"{place.shape}: cache {100 * more:.1f} % larger (context {place.context})")
                 files.append(name)
+    for shape in ("super", "q122"):
+        fields = {"shape": shape, "batch": 256, "method": "replay", "op": "flush"}
+        plain = pick(kernels(results), **fields, recurrence="fp32")
+        copied = pick(kernels(results), **fields, recurrence="fp32", state="nvfp4")
+        if plain and copied:
+            times = f"{plain['time_us']:.0f} us, with an NVFP4 copy {copied['time_us']:.0f} us"
+            parts.append(f"{shape}: a flush of all rows {times}")
+            files += of_bench(results, "bench.kernel_decode")
     if not parts:
         return None
-    return Answer(figure=", ".join(parts), conditions="batch 256, L = 16, whole caches", files=files)
+    return Answer(
+        figure=", ".join(parts),
+        conditions="batch 256, L = 16; whole caches; flush kernels",
+        files=list(dict.fromkeys(files)),
+    )
 
 
 CLAIMS = (
