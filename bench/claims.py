@@ -362,7 +362,7 @@ def forgetting(results: Results) -> Answer | None:
 
 
 def costs(results: Results) -> Answer | None:
-    """C16: the bytes of a replay cache against an eager one, and the time of a flush that writes a copy too."""
+    """C16: a replay cache against an eager one in bytes, and the time of a flush that writes a copy too."""
     parts, files = [], []
     for name, records in of_bench(results, "bench.e2e_decode_speedup").items():
         for place, pair in e2e_report.pairs(records).items():

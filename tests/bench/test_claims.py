@@ -138,8 +138,8 @@ FIGURES = {
     "C15": "trained: 1.0 to 10.0 % of reads add less than bfloat16 shows, 0.2 % at most are exactly 0; "
     "a layer's step (super, batch 256) takes 300 us, with exact skips 306 us where no head forgets and "
     "250 us where half do",
-    "C16": "nano-4b: cache 10.0 % larger (context 288), super: a flush of all rows 600 us, with an NVFP4 copy "
-    "700 us",
+    "C16": "nano-4b: cache 10.0 % larger (context 288), super: a flush of all rows 600 us, with an "
+    "NVFP4 copy 700 us",
 }
 
 
