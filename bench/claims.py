@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bench import drift_report, e2e_report, result_file
+from bench.e2e_models import STAND_INS
 from bench.kernel_cases import MAIN
 from bench.kernel_report import EAGER_PEERS, pick, rows_of_table, step
 
@@ -193,7 +194,7 @@ def speculation(results: Results) -> Answer | None:
         for r in records:
             if r["op"] == "concurrency" or r["buffer_length"] != 16:
                 continue
-            if not r["depth_cut"] or r["shape"] not in e2e_report.NAMES:
+            if not r["depth_cut"] or r["shape"] in STAND_INS:
                 place = r["shape"], f", {r['layers']} layers," * r["depth_cut"], r["batch"]
                 rates.setdefault(place, {})[r["method"], r["window"]] = r["tokens_per_second"]
         for (shape, depth, batch), found in rates.items():

@@ -1,5 +1,5 @@
-"""Tables of whole models, in Markdown, from result files of `bench.e2e_decode_speedup` and
-`bench.e2e_transformers`.
+"""Tables of whole models and of speculation, in Markdown, from result files of `bench.e2e_decode_speedup`,
+`bench.e2e_transformers`, `bench.e2e_spec_decode_throughput` and `bench.real_drafts`.
 
 python -m bench.e2e_report bench/results/e2e_*.json
 """
@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 from bench import kernel_table
 from bench.e2e_decode_speedup import METHODS
+from bench.e2e_models import STAND_INS
 from bench.kernel_report import rows_of_table
 
-NAMES = {"nano-4b": "Nemotron-3-Nano-4B", "qwen3.5-4b": "Qwen3.5-4B", "super": "Nemotron-3-Super*"}
+NAMES = {"nano-4b": "Nemotron-3-Nano-4B", "qwen3.5-4b": "Qwen3.5-4B"}
+# Dense MLPs stand in for their experts.
+NAMES |= {"super": "Nemotron-3-Super*", "q122": "Qwen3.5-122B*"}
 
 
 class Place(NamedTuple):
@@ -202,13 +205,13 @@ def generation(records: Sequence[dict]) -> str:
 
 def verification(records: Sequence[dict], window: int = 4) -> str:
     """Milliseconds of plain steps and of steps of T tokens, L = 16, with ratios of tokens a second; of depth
-    cuts where the whole model is none of `NAMES`. Only steps of one commit stand in a row."""
+    cuts where the model is one of `STAND_INS`. Only steps of one commit stand in a row."""
     columns = (("eager", 1), ("replay", 1), ("replay", window), ("conventional", window))
     found: dict[tuple, dict[tuple[str, int], dict]] = {}
     for record in records:
         if record["op"] == "concurrency" or record["buffer_length"] != 16:
             continue
-        if not record["depth_cut"] or record["shape"] not in NAMES:
+        if not record["depth_cut"] or record["shape"] in STAND_INS:
             place = [record[name] for name in ("depth_cut", "shape", "layers", "batch")]
             steps_of = found.setdefault((*place, record.get("commit", "-")), {})
             steps_of[record["method"], record["window"]] = record
@@ -256,6 +259,18 @@ def concurrency(records: Sequence[dict]) -> str:
     return rows_of_table([*header, "ratio", "commit"], rows)
 
 
+def real_drafts(records: Sequence[dict]) -> str:
+    """Decoding with drafters that run: tokens a second, and what a step takes and commits."""
+    rows = []
+    for record in sorted(records, key=lambda record: (record["model"], record["batch"])):
+        drafter, batch = record["drafter"] or "-", str(record["batch"])
+        cells = [f"`{record['model']}`", batch, record["method"], drafter, str(record["window"])]
+        cells += [f"{record['tokens_per_second']:,.0f}", f"{record['step_us'] / 1e3:.2f}"]
+        rows.append([*cells, f"{record['committed']:.2f}", f"{record['equal']} of {batch}"])
+    header = ["model", "batch", "method", "drafter", "T", "tokens/s", "ms a step", "tokens a step"]
+    return rows_of_table([*header, "texts as eager's"], rows)
+
+
 def tables(paths: Sequence[Path]) -> dict[str, str]:
     """The tables of the README that these result files give, by name."""
     whole = read(paths, "bench.e2e_decode_speedup")
@@ -268,6 +283,7 @@ def tables(paths: Sequence[Path]) -> dict[str, str]:
         "transformers": (generation, read(paths, "bench.e2e_transformers")),
         "verification": (verification, read(paths, "bench.e2e_spec_decode_throughput")),
         "concurrency": (concurrency, read(paths, "bench.e2e_spec_decode_throughput")),
+        "real-drafts": (real_drafts, read(paths, "bench.real_drafts")),
     }
     found = {name: table(records) for name, (table, records) in made.items() if records}
     return {name: table for name, table in found.items() if len(table.splitlines()) > 2}

@@ -107,7 +107,7 @@ def test_verification_compares_tokens_a_second():
     assert e2e_report.verification(records).splitlines()[2:] == [
         "| Nemotron-3-Nano-4B | 42 | 8 | 2.0 | - | 3.0 | - | 1.50 | - | a |",
         "| Nemotron-3-Nano-4B | 42 | 8 | - | - | - | 3.0 | - | - | b |",
-        "| super | 10 (cut) | 8 | - | - | 3.0 | - | - | - | a |",
+        "| Nemotron-3-Super* | 10 (cut) | 8 | - | - | 3.0 | - | - | - | a |",
     ]
 
 
