@@ -1,4 +1,11 @@
-"""Strictness of every test: types and shapes are checked, and no dtype or rank is promoted silently."""
+"""Strictness of every test: types and shapes are checked, and no dtype or rank is promoted silently.
+
+Most of a test's time would be XLA's optimisation of programs that run once on small arrays. So tests on a CPU
+compile with little of it. JAX_DISABLE_MOST_OPTIMIZATIONS=0 asks for all of it, as CI does for some of them.
+"""
+
+import gc
+import os
 
 import jax
 from hypothesis import settings
@@ -15,3 +22,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # One example may compile, which takes seconds.
 settings.register_profile("compiling", deadline=None, print_blob=True)
 settings.load_profile("compiling")
+
+
+def pytest_collection_finish(session):
+    choice = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+    if choice not in os.environ and not any(item.get_closest_marker("gpu") for item in session.items):
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ[choice] = "1"  # for processes that tests start
+    # What was imported stays: it need not be searched for garbage again and again.
+    gc.collect()
+    gc.freeze()
