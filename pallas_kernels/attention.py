@@ -70,6 +70,9 @@ def attend(
     rows = -(-queries_each // 8) * 8
     packed = jnp.moveaxis(q.reshape(batch, tokens, groups, each, width), 2, 1)
     packed = packed.reshape(pairs, queries_each, width)
+    # Arrays in memory have whole tiles of 8 rows, or less than one.
+    held = queries_each if queries_each < 8 else rows
+    packed = jnp.pad(packed, ((0, 0), (0, held - queries_each), (0, 0)))
     scale = width**-0.5 * math.log2(math.e)
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
@@ -192,7 +195,7 @@ def attend(
             plgpu.copy_smem_to_gmem(queries.at[pl.ds(0, rows)], out.at[pair, packed_rows])
         plgpu.wait_smem_to_gmem(0)
 
-    whole = jax.ShapeDtypeStruct((pairs, queries_each, width), dtype)
+    whole = jax.ShapeDtypeStruct((pairs, held, width), dtype)
     pieces = (
         jax.ShapeDtypeStruct((pairs, parts, rows, width), jnp.float32),
         jax.ShapeDtypeStruct((pairs, parts, ROWS), jnp.float32),
@@ -215,5 +218,5 @@ def attend(
         weights = jnp.exp2(weights - jnp.max(weights, axis=1, keepdims=True))
         weights = weights / jnp.sum(weights, axis=1, keepdims=True)
         outputs = jnp.sum(totals[:, :, :queries_each] * weights[..., None], axis=1).astype(dtype)
-    outputs = outputs.reshape(batch, groups, tokens, each, width)
+    outputs = outputs[:, :queries_each].reshape(batch, groups, tokens, each, width)
     return jnp.moveaxis(outputs, 1, 2).reshape(q.shape)
