@@ -138,7 +138,8 @@ def by_length(records: list[dict]) -> str:
         ends = [plain(run, "kl").mean(axis=0)[-1] for run in (shared, separate)]
         row = [f"`{model}`", f"{length}", f"{shared['tokens']:,}"]
         row += [f"{kl:.2g}" for kl in (_early(shared), _early(separate), *ends)]
-        row += [f"{ends[0] / ends[1]:.0f}"]
+        ratio = ends[0] / ends[1]
+        row.append(f"{ratio:.0f}" if ratio > 10 else f"{ratio:.1f}")
         row += ["{:+.2f} ± {:.2f}".format(*slope(run)) for run in (shared, separate)]
         rows.append([*row, *(_inside(records, run) for run in (shared, stochastic))])
     return rows_of_table(header, rows)
