@@ -218,18 +218,20 @@ def speculation(results: Results) -> Answer | None:
 
 def rollback(results: Results) -> Answer | None:
     """C9: what a speculative step copies, and how many rows fit."""
-    parts, files = [], []
+    copies, parts, files = [], [], []
     for name, records in of_bench(results, "bench.e2e_spec_decode_throughput").items():
         for r in records:
             whole = r["op"] != "concurrency" and not r["depth_cut"]
             if whole and r["method"] == "replay" and r["window"] == 4:
-                copied, size = max(r["cache_bytes"] - r["aliased_bytes"], 0), r["cache_bytes"] / 1e9
-                parts.append(f"{r['shape']} batch {r['batch']}: {copied} of {size:.1f} GB of cache copied")
+                copies.append((max(r["cache_bytes"] - r["aliased_bytes"], 0), r["cache_bytes"] / 1e9))
                 files.append(name)
         for ours, theirs in e2e_report.rows_that_fit(records):
             gain = f"{ours['rows'] / theirs['rows']:.2f} times the rows"
             parts.append(f"{ours['shape']}: {gain} of {ours['max_length']:,} positions fit")
             files.append(name)
+    if copies:
+        copied, size = max(copies)
+        parts = [f"at most {copied} bytes copied of a cache of {size:.1f} GB", *parts]
     if not parts:
         return None
     return Answer(

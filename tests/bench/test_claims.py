@@ -129,7 +129,7 @@ FIGURES = {
     "C7": "nano-4b, 42 layers, batch 64: 1.50x at 100, 1.50x at 1,000, 1.50x at 10,000 (the eager state "
     "is the larger traffic below 10,000)",
     "C8": "nano-4b batch 256: 2.00x (1.50x over plain eager)",
-    "C9": "nano-4b batch 256: 0 of 5.0 GB of cache copied; nano-4b: 3.00 times the rows of 512 positions fit",
+    "C9": "at most 0 bytes copied of a cache of 5.0 GB; nano-4b: 3.00 times the rows of 512 positions fit",
     "C10": "super nvfp4 4.00x",
     "C11": "KL of m at 4,096 tokens 0.3 falls to 0.01 (30x)",
     "C12": "KL of m at 4,096 tokens 0.3 falls to 0.01 (30x)",
