@@ -56,13 +56,13 @@ def default_method(model: Any, rows: int) -> DecodingConfig:
 
 
 def eager_is_sooner(spec: Any, rows: int) -> bool:
-    """Whether an eager step of a layer (heads, head_dim, groups) takes less time than a replay step.
+    """Whether an eager step of a layer (recurrence, heads, head_dim) takes less time than a replay step.
 
-    Measured on one H200 at 1 to 32 rows (`bench.kernel_decode`): below 1,000 tiles of 64 state rows; where a
-    group has few tiles, replay's work for each group counts for more.
+    Measured on one H200 at 1 to 16 rows (`bench.kernel_decode`): Mamba-2's methods cross between 512 and 960
+    tiles of 64 state rows; Gated DeltaNet's beyond 1,024, since replay first computes a group's coefficients.
     """
     tiles = rows * spec.heads * spec.head_dim // 64
-    return tiles < (1000 if tiles > 4 * rows * spec.groups else 1500)
+    return tiles < (800 if spec.recurrence == "mamba2" else 1500)
 
 
 def device_refusal() -> str | None:
