@@ -236,6 +236,7 @@ class Run:
         memory: Any = self.program.memory_analysis()
         middle, committed = float(np.median(times)), float(self._accepted.mean())
         ceilings = roofline.Ceilings()
+        data_sheet = dataclasses.replace(ceilings, flops=roofline.DATA_SHEET_FLOPS)
         steps = self._steps(len(seconds)) if setting.step_times else {}
         profile = {"kernels_us": self.profile()} if setting.profile else {}
         return self._head("verify" if setting.window > 1 else "decode") | {
@@ -249,6 +250,7 @@ class Run:
             "tokens_per_second": round(setting.batch * committed / middle * 1e6, 1),
             "bytes": int(roofline.total_bytes(parts)),
             "floor_us": round(roofline.floor(parts, ceilings) * 1e6, 1),
+            "floor_data_sheet_us": round(roofline.floor(parts, data_sheet) * 1e6, 1),
             "floor_parts_us": {name: round(part.seconds(ceilings) * 1e6, 1) for name, part in parts.items()},
             "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0),
             "cache_bytes": self.cache_bytes,
