@@ -133,6 +133,7 @@ def test_loads_from_its_directory_too(loaded):
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_a_head_drafts_more_than_one_token_a_step(loaded):
     if loaded.model.mtp is None:
         assert loaded.path.name == "tiny-nemotron-h"

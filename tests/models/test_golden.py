@@ -16,7 +16,15 @@ from tests.parity.cases import CASES, LENGTHS, NEAR_TIE, followed, margin, promp
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
 
-@pytest.mark.parametrize("name", CASES)
+# CI makes the comparison live for all of them; here one a family stands for where torch is not installed.
+ONE_EACH = ("nemotron-groups2-head80", "qwen-ratio3")
+NAMES = [
+    pytest.param(name, marks=[] if name in ONE_EACH else [pytest.mark.slow, pytest.mark.long])
+    for name in CASES
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_and_256_greedy_tokens_are_those_of_transformers(name, tmp_path):
     golden = np.load(GOLDEN / f"{name}.npz")
     loaded = load(write(tmp_path / name, CASES[name]))

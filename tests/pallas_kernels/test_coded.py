@@ -1,5 +1,8 @@
 """The program that reads coded tiles, its lanes run in NumPy, against float64 on the decoded state."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -97,14 +100,16 @@ class HalfLanes(NumpyLanes):
         return (packed & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float32)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _encoded(state, format):
+    stored = precision.encode(state, format)
+    codes = numerics.to_lane_order(stored.codes) if format == "nvfp4" else stored.codes
+    return codes, stored.block_scale, stored.scale, precision.decode(stored)
+
+
 def encoded(state, format):
     """Codes as the kernels keep them, block scales or None, row scales; and their values."""
-    stored = precision.encode(jnp.asarray(state, jnp.float32), format)
-    codes = stored.codes
-    if format == "nvfp4":
-        codes = numerics.to_lane_order(codes)
-    scales = None if stored.block_scale is None else np.asarray(stored.block_scale)
-    return np.asarray(codes), scales, np.asarray(stored.scale), np.asarray(precision.decode(stored))
+    return jax.tree.map(np.asarray, _encoded(jnp.asarray(state, jnp.float32), format))
 
 
 CASES = [

@@ -8,6 +8,11 @@ import pytest
 
 from pallas_kernels import numerics
 
+# One program a call instead of one an operation; `test_codes_under_jit_are_the_same` holds both together.
+encode_float = jax.jit(numerics.encode_float, static_argnums=1)
+encode_e2m1 = jax.jit(numerics.encode_e2m1)
+to_lane_order, from_lane_order = jax.jit(numerics.to_lane_order), jax.jit(numerics.from_lane_order)
+
 FORMATS = {
     "bf16": (numerics.BFLOAT16, ml_dtypes.bfloat16, np.uint16),
     "fp16": (numerics.FLOAT16, np.float16, np.uint16),
@@ -41,7 +46,7 @@ def test_nearest_rounding_equals_ml_dtypes(name):
     points = _boundaries(dtype, bits)
     largest = np.asarray(to.largest, bits).view(dtype).astype(np.float32)
     expected = np.clip(points, -largest, largest).astype(dtype).view(bits)
-    np.testing.assert_array_equal(numerics.encode_float(jnp.asarray(points), to), expected)
+    np.testing.assert_array_equal(encode_float(jnp.asarray(points), to), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -50,9 +55,9 @@ def test_every_finite_code_returns(name):
     codes = np.arange(2 ** (8 * np.dtype(bits).itemsize), dtype=bits)
     values = codes.view(dtype).astype(np.float32)
     kept = np.isfinite(values) & ((np.abs(values) >= 2.0**-126) | (values == 0))
-    np.testing.assert_array_equal(numerics.encode_float(jnp.asarray(values[kept]), to), codes[kept])
+    np.testing.assert_array_equal(encode_float(jnp.asarray(values[kept]), to), codes[kept])
     words = jnp.full(int(kept.sum()), 0xFFFFFFFF, jnp.uint32)
-    np.testing.assert_array_equal(numerics.encode_float(jnp.asarray(values[kept]), to, words), codes[kept])
+    np.testing.assert_array_equal(encode_float(jnp.asarray(values[kept]), to, words), codes[kept])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -64,8 +69,8 @@ def test_values_that_are_not_numbers_and_small_ones(name):
     expected = [to.infinity, to.infinity | to.sign, to.nan, to.largest, to.largest | to.sign, 0, to.sign]
     expected += [0, 0, to.sign, to.sign]
     random = jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32)
-    np.testing.assert_array_equal(numerics.encode_float(x, to), expected)
-    np.testing.assert_array_equal(numerics.encode_float(x, to, random), expected)
+    np.testing.assert_array_equal(encode_float(x, to), expected)
+    np.testing.assert_array_equal(encode_float(x, to, random), expected)
 
 
 def test_decode_of_every_e4m3_and_e2m1_code():
@@ -91,7 +96,7 @@ def test_stochastic_rounding_over_all_words_is_exactly_unbiased(name):
         low = np.float32(2.0**exponent * (1 + rng.integers(2**to.mantissa) / 2.0**to.mantissa))
         share = int(rng.integers(1, 2**drop))
         x = (low.view(np.uint32) + np.uint32(share)).view(np.float32)
-        codes = np.asarray(numerics.encode_float(jnp.full(words.shape, -x), to, words)).astype(bits)
+        codes = np.asarray(encode_float(jnp.full(words.shape, -x), to, words)).astype(bits)
         values = codes.view(dtype).astype(np.float64)
         assert np.mean(values) == -np.float64(x)
         assert np.unique(values).size == 2
@@ -103,11 +108,11 @@ def test_stochastic_rounding_of_subnormal_codes_is_unbiased():
         x = significand * 2.0**exponent
         dropped = 20 - 6 - exponent  # the significand's other bits are zeros: 2^16 words tell all
         words = draws << jnp.uint32(dropped - 16)
-        codes = numerics.encode_float(jnp.full(words.shape, x, jnp.float32), numerics.E4M3, words)
+        codes = encode_float(jnp.full(words.shape, x, jnp.float32), numerics.E4M3, words)
         assert np.mean(np.asarray(codes, np.float64)) * 2.0**-9 == x
     far = jnp.full((1,), 2.0**-22, jnp.float32)  # 2^-13 of the smallest number
     for word, code in ((2**31 - 2**18 - 1, 0), (2**31 - 2**18, 1)):
-        drawn = numerics.encode_float(far, numerics.E4M3, jnp.full((1,), word, jnp.uint32))
+        drawn = encode_float(far, numerics.E4M3, jnp.full((1,), word, jnp.uint32))
         assert int(drawn[0]) == code
 
 
@@ -122,7 +127,7 @@ def test_e2m1_at_scale_one_equals_ml_dtypes():
     points = _boundaries(ml_dtypes.float8_e4m3fn, np.uint8)  # they hold the values and midpoints of E2M1
     points = points[np.abs(points) < 8]
     expected = np.clip(points, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    codes = numerics.encode_e2m1(jnp.asarray(points), jnp.ones(points.shape, jnp.float32))
+    codes = encode_e2m1(jnp.asarray(points), jnp.ones(points.shape, jnp.float32))
     np.testing.assert_array_equal(codes, expected)
 
 
@@ -134,15 +139,15 @@ def test_e2m1_boundaries_at_every_scale():
     )
     expected = _round_e2m1(points.astype(np.float64) / SCALES[:, None])
     scale = jnp.asarray(SCALES[:, None])
-    np.testing.assert_array_equal(numerics.encode_e2m1(jnp.asarray(points), scale), expected)
-    negative = np.asarray(numerics.encode_e2m1(jnp.asarray(-points), scale))
+    np.testing.assert_array_equal(encode_e2m1(jnp.asarray(points), scale), expected)
+    negative = np.asarray(encode_e2m1(jnp.asarray(-points), scale))
     np.testing.assert_array_equal(negative, expected + 8)
 
 
 def test_e2m1_where_the_scale_is_zero_or_nan():
     x = jnp.asarray([0.0, 1.0, jnp.nan, jnp.inf], jnp.float32)
     for scale in (0.0, jnp.nan):
-        np.testing.assert_array_equal(numerics.encode_e2m1(x, jnp.full((4,), scale, jnp.float32)), 0)
+        np.testing.assert_array_equal(encode_e2m1(x, jnp.full((4,), scale, jnp.float32)), 0)
 
 
 def test_stochastic_e2m1_over_all_words():
@@ -152,14 +157,14 @@ def test_stochastic_e2m1_over_all_words():
         for step in range(7):
             gap = GRID[step + 1] - GRID[step]
             x = np.float32((GRID[step] + rng.uniform() * gap) * scale)
-            codes = numerics.encode_e2m1(jnp.full(words.shape, x), jnp.full((1,), scale, jnp.float32), words)
+            codes = encode_e2m1(jnp.full(words.shape, x), jnp.full((1,), scale, jnp.float32), words)
             values = GRID[np.asarray(codes)] * scale
             # 2^16 equal draws at odd multiples of 2^-17.
             assert abs(np.mean(values) - np.float64(x)) <= 2.0**-17 * gap * scale * (1 + 1e-9)
             assert set(np.unique(codes)) <= {step, step + 1}
         exact = jnp.asarray(np.tile(GRID * scale, (2, 1)).astype(np.float32))
         ends = jnp.broadcast_to(jnp.asarray([[0], [0xFFFFFFFF]], jnp.uint32), exact.shape)
-        codes = numerics.encode_e2m1(exact, jnp.full((1, 1), scale, jnp.float32), ends)
+        codes = encode_e2m1(exact, jnp.full((1, 1), scale, jnp.float32), ends)
         np.testing.assert_array_equal(codes, np.tile(np.arange(8), (2, 1)))
 
 
@@ -200,16 +205,16 @@ def test_nibbles_low_is_even():
 def test_lane_order_is_a_bijection_on_bits(k):
     """One bit in, one bit out, each at a place of its own; and zero stays zero."""
     bits = np.packbits(np.eye(4 * k, dtype=np.uint8), axis=1, bitorder="little")
-    ordered = np.asarray(numerics.to_lane_order(jnp.asarray(bits)))
+    ordered = np.asarray(to_lane_order(jnp.asarray(bits)))
     moved = np.unpackbits(ordered, axis=1, bitorder="little")
     np.testing.assert_array_equal(moved.sum(axis=0), 1)
     np.testing.assert_array_equal(moved.sum(axis=1), 1)
     both = np.random.default_rng(2).integers(0, 256, (3, k // 2), dtype=np.uint8)
-    ordered = np.asarray(numerics.to_lane_order(jnp.asarray(both)))
+    ordered = np.asarray(to_lane_order(jnp.asarray(both)))
     # Linear over bits: the images of the single bits tell the image of everything.
     picked = np.unpackbits(both, axis=1, bitorder="little") @ moved
     np.testing.assert_array_equal(np.unpackbits(ordered, axis=1, bitorder="little"), picked)
-    np.testing.assert_array_equal(numerics.from_lane_order(jnp.asarray(ordered)), both)
+    np.testing.assert_array_equal(from_lane_order(jnp.asarray(ordered)), both)
 
 
 def test_lane_order_unpacks_to_float16_pairs_by_shifts():
@@ -218,7 +223,7 @@ def test_lane_order_unpacks_to_float16_pairs_by_shifts():
     codes = np.random.default_rng(3).integers(0, 16, k).astype(np.uint8)
     codes[:16] = np.arange(16)
     values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    ordered = np.asarray(numerics.to_lane_order(numerics.pack_nibbles(jnp.asarray(codes))))
+    ordered = np.asarray(to_lane_order(numerics.pack_nibbles(jnp.asarray(codes))))
     words = ordered.view(np.uint32).reshape(4, k // 32)
     magnitude, sign = np.uint32(0x0E000E00), np.uint32(0x80008000)
     for lane in range(4):

@@ -148,7 +148,11 @@ def test_b17_a_recycled_row_is_bit_equal_to_a_fresh_one(family, garbage):
             assert (decode(recycle(spoilt)) == fresh).all()
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 5, 7])
+# Windows of four and six tokens differ from these in the size of their programs only.
+BETWEEN = [pytest.mark.slow, pytest.mark.long]
+
+
+@pytest.mark.parametrize("drafts", [1, pytest.param(3, marks=BETWEEN), pytest.param(5, marks=BETWEEN), 7])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_b18_rejected_drafts_leave_no_trace(family, drafts):
     model = hot_model(family, layers=1)
