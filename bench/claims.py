@@ -169,7 +169,8 @@ def contexts(results: Results) -> Answer | None:
     parts, files = [], []
     for name, records in of_bench(results, "bench.e2e_decode_speedup").items():
         found = e2e_report.pairs(records)
-        for (shape, layers, batch), places in e2e_report.contexts(found).items():
+        for places in e2e_report.series(found):
+            shape, layers, batch = places[0].size
             gains = [f"{e2e_report.speedup(found[place]):.2f}x at {place.context:,}" for place in places]
             floors = {place: found[place]["eager"]["floor_parts_us"] for place in places}
             beyond = [place.context for place in places if floors[place]["kv"] > floors[place]["state"]]

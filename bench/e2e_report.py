@@ -85,13 +85,13 @@ def speedup(pair: dict[str, dict]) -> float:
     return pair["eager"]["time_us"] / pair["replay"]["time_us"]
 
 
-def contexts(places: Iterable[Place]) -> dict[tuple[str, int, int], list[Place]]:
-    """Plain places on a depth cut, by size, where three contexts and more were run."""
-    found: dict[tuple[str, int, int], list[Place]] = {}
-    for place in places:
+def series(found: dict[Place, dict[str, dict]]) -> list[list[Place]]:
+    """Plain places on a depth cut that differ in their context alone, of files with three and more."""
+    lines: dict[tuple, list[Place]] = {}
+    for place, pair in found.items():
         if place.plain and place.depth_cut:
-            found.setdefault(place.size, []).append(place)
-    return {size: several for size, several in found.items() if len(several) > 2}
+            lines.setdefault((pair["replay"].get("file"), place.size), []).append(place)
+    return [places for places in lines.values() if len(places) > 2]
 
 
 def _cells(pair: dict[str, dict]) -> list[str]:
@@ -108,12 +108,12 @@ def steps(records: Sequence[dict]) -> str:
     """Milliseconds a step of both methods, L = 16, float32 states, random phases, but for series of
     contexts."""
     found = pairs(records)
-    series = contexts(found)
+    apart = {place for places in series(found) for place in places}
     rows = [
         [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), f"{place.context:,}"]
         + _cells(pair)
         for place, pair in found.items()
-        if place.plain and not (place.depth_cut and place.size in series)
+        if place.plain and place not in apart
     ]
     return rows_of_table(["model", "layers", "batch", "context", *COLUMNS], rows)
 
@@ -121,8 +121,8 @@ def steps(records: Sequence[dict]) -> str:
 def by_context(records: Sequence[dict]) -> str:
     """The same of series of contexts, with the share of the replay floor that reads keys and values."""
     found, rows = pairs(records), []
-    for places in contexts(found).values():
-        for place in sorted(places):
+    for places in series(found):
+        for place in places:
             replay = found[place]["replay"]
             share = replay["floor_parts_us"]["kv"] / replay["floor_us"]
             head = [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), f"{place.context:,}"]

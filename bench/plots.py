@@ -98,7 +98,7 @@ def by_context(records: Sequence[dict]) -> dict[tuple[str, int, str], tuple[list
     """Contexts and milliseconds a step of each model, batch and method that ran at three contexts."""
     pairs = e2e_report.pairs(records)
     lines = {}
-    for places in e2e_report.contexts(pairs).values():
+    for places in e2e_report.series(pairs):
         for method in e2e_report.METHODS:
             times = [pairs[place][method]["time_us"] / 1e3 for place in places]
             line = places[0].shape, places[0].batch, method
