@@ -77,8 +77,28 @@ def replay_step(case: Case, kernels: Any, parameters: launch.LaunchParameters) -
     return stored if case.recurrence else plain
 
 
-def _shape(output: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(output.shape, output.dtype)
+@functools.cache
+def helpers(case: Case) -> tuple:
+    """Compiled programs around the step, whatever its launch parameters: buffers and inputs, row plan, rows
+    to check, and a read that fills the L2 cache; then the shapes that the first two return."""
+    slots = launch.ring_slots(case.buffer_length, case.tokens)
+    sizes = SHAPES[case.shape], case.batch, case.tokens, slots, case.state, case.recurrence
+    make = jax.jit(functools.partial(draw, *sizes))
+    buffers, inputs, start = jax.eval_shape(make)
+    rows = jax.ShapeDtypeStruct((case.batch,), jnp.bool_), start, start
+    plan = jax.jit(launch.plan).lower(*rows)
+    outputs = jax.ShapeDtypeStruct(
+        (case.batch, case.tokens, SHAPES[case.shape].heads, SHAPES[case.shape].head_dim), ACTIVATION
+    )
+    seen = buffers[: 1 if case.method == "eager" else None], inputs[:2], outputs
+    cold = jax.ShapeDtypeStruct((timing.FLUSH_BYTES // 4,), jnp.int32)
+    return (
+        make.lower().compile(),
+        plan.compile(),
+        kernel_check.take.lower(seen, jax.ShapeDtypeStruct((2,), jnp.int32)).compile(),
+        jax.jit(jnp.sum).lower(cold).compile(),
+        (buffers, inputs, plan.out_info),
+    )
 
 
 class OwnLayer:
@@ -92,11 +112,8 @@ class OwnLayer:
         )
         parameters = dataclasses.replace(parameters, **dict(case.launch))
         kernels = KERNELS[shape.recurrence]
-        slots = launch.ring_slots(case.buffer_length, case.tokens)
-        sizes = shape, case.batch, case.tokens, slots, case.state, case.recurrence
-        make = jax.jit(functools.partial(draw, *sizes))
-        buffers, inputs, start = jax.eval_shape(make)
-        rows = jax.ShapeDtypeStruct((case.batch,), jnp.bool_), start, start
+        self.make, self.plan, self.take, self.cool, shapes = helpers(dataclasses.replace(case, launch=()))
+        buffers, inputs, plan = shapes
         step = replay_step(case, kernels, parameters)
         if case.method == "eager":
 
@@ -105,14 +122,7 @@ class OwnLayer:
                 return kernels.eager(buffers[0], *inputs, out_dtype=ACTIVATION)
 
             buffers = buffers[:1]
-        lowered = jax.jit(step, donate_argnums=0).lower(buffers, inputs, jax.eval_shape(launch.plan, *rows))
-        self.step = lowered.compile()
-        self.plan = jax.jit(launch.plan).lower(*rows).compile()
-        self.make = make.lower().compile()
-        shapes = buffers, inputs[:2], jax.tree.map(_shape, lowered.out_info[0])
-        self.take = kernel_check.take.lower(shapes, jax.ShapeDtypeStruct((2,), jnp.int32)).compile()
-        cold = jax.ShapeDtypeStruct((timing.FLUSH_BYTES // 4,), jnp.int32)
-        self.cool = jax.jit(jnp.sum).lower(cold).compile()
+        self.step = jax.jit(step, donate_argnums=0).lower(buffers, inputs, plan).compile()
 
     def measure(self) -> list[dict]:
         case = self.case

@@ -1,74 +1,147 @@
-"""Launch parameters of our kernels: times of every combination around those of the table in
-`pallas_kernels/launch.py`.
+"""Launch parameters of our kernels: times of the combinations worth trying, and the table made of them.
 
-The window's parameters are crossed; the flush's are varied alone. Prints the fastest of each shape, window
-and state by the time of a step at the true flush rate, random phases. Records are those of
-`bench.kernel_decode` with `launch`.
+Every combination is timed at every shape, window and state; prints the fastest by the time of a step at the
+true flush rate, random phases. Records are those of `bench.kernel_decode` with `launch`. `--table` times
+nothing: it writes `pallas_kernels/launch_table.py` from the result file. An entry of the table serves one
+recurrence, one width of a state element and windows up to the timed one (the widest: all). Of all
+combinations it has the one whose largest ratio to a shape's fastest is least.
 
     python -m bench.kernel_sweep --commit HASH [--shapes super,q122] [--windows 1,4] [--states fp32,bf16]
         [--workers 8]
+    python -m bench.kernel_sweep --table
 """
 
+import argparse
 import dataclasses
 import itertools
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 from bench import kernel_decode, result_file
-from bench.kernel_cases import Case
+from bench.kernel_cases import MAIN, Case
+from bench.shapes import SHAPES
 from pallas_kernels.launch import LaunchParameters
+from replayssm_jax.precision import BITS
 
-# Values worth trying on a chip of 132 multiprocessors, fields that go together in one tuple; a field that the
-# kernels no longer have is skipped.
-WINDOW = {
-    ("ctas", "stages"): ((132, 4), (264, 2)),
-    ("granule",): ((4,), (8,)),
-    ("beside", "claims"): ((0, 0), (0, 1), (1, 1)),
-}
-FLUSH = {"flush_workers": (2, 3, 4)}
+OUT = result_file.RESULTS / "kernel_sweep.json"
+TABLE = Path(__file__).resolve().parents[1] / "pallas_kernels" / "launch_table.py"
+MOST_TOKENS = 8
+# A chip of 132 multiprocessors: one CTA on each or two.
+GRIDS = ((132, 4), (264, 2))
+HEAD = '''"""Launch parameters by device kind, recurrence and (bytes of a state element, largest window).
+
+What is left out is at its default. Written by `python -m bench.kernel_sweep --table` from its result file.
+"""
+
+TABLE = '''
 
 
-def combinations(fields: set[str]) -> list[tuple[tuple[str, int], ...]]:
-    """Launch parameters to time: the table's own, the window's crossed, the flush's one at a time."""
-    window = {names: values for names, values in WINDOW.items() if fields.issuperset(names)}
-    names = list(itertools.chain(*window))
-    crossed = [
-        tuple(zip(names, itertools.chain(*values), strict=True))
-        for values in itertools.product(*window.values())
+def combinations() -> list[LaunchParameters]:
+    """Launch parameters to time: grids, claims and the flush beside the window, which takes a whole
+    multiprocessor; fields that do not depend on these are varied for one form with and one without it."""
+    tried = [
+        LaunchParameters(ctas, stages, claims=claims)
+        for (ctas, stages), claims in itertools.product(GRIDS, (False, True))
     ]
-    single = [((name, value),) for name, values in FLUSH.items() if name in fields for value in values]
-    return [(), *crossed, *single]
+    alone = tried[-1]
+    ctas, stages = GRIDS[0]
+    tried += [LaunchParameters(ctas, stages, beside=1, claims=claims) for claims in (False, True)]
+    varied = itertools.product((alone, tried[-1]), ({"granule": 4}, {"flush_workers": 2}))
+    return tried + [dataclasses.replace(one, **fields) for one, fields in varied]
 
 
-def fastest(records: list[dict]) -> str:
-    """One line for each shape, window and state: the table's time and the three fastest combinations."""
+def wanted(records: Iterable[dict]) -> dict[tuple, dict[LaunchParameters, float]]:
+    """Microseconds of a step at the true flush rate by (shape, window, state) and launch parameters."""
+    times: dict[tuple, dict[LaunchParameters, float]] = {}
+    for record in records:
+        if record["op"] in ("decode", "verify") and record["phases"] == "random":
+            key = record["shape"], record["window"], record["state"]
+            times.setdefault(key, {})[LaunchParameters(**record["launch"])] = record["time_us"]
+    return times
+
+
+def changed(parameters: LaunchParameters) -> dict[str, int | bool]:
+    """The parameters that are not at their default."""
+    defaults = dataclasses.asdict(LaunchParameters(0, 0))
+    return {name: v for name, v in dataclasses.asdict(parameters).items() if v != defaults[name]}
+
+
+def fastest(records: Iterable[dict]) -> str:
+    """One line for each shape, window and state: its three fastest combinations."""
     lines = []
-    wanted = [r for r in records if r["op"] in ("decode", "verify") and r["phases"] == "random"]
-    names = ("shape", "window", "state")
-    for key in sorted({tuple(r[name] for name in names) for r in wanted}):
-        mine = [r for r in wanted if tuple(r[name] for name in names) == key]
-        table = [f"table {r['time_us']:.1f}" for r in mine if not r.get("launch")]
-        best = sorted((r for r in mine if r.get("launch")), key=lambda r: r["time_us"])[:3]
-        tried = [f"{r['time_us']:.1f} {r['launch']}" for r in best]
-        lines.append("{} T {} {}: ".format(*key) + "; ".join(table + tried))
+    for (shape, window, state), times in sorted(wanted(records).items()):
+        best = sorted(times, key=lambda one: times[one])[:3]
+        tried = [
+            " ".join([f"{times[one]:.1f}", *(f"{name}={v:d}" for name, v in changed(one).items())])
+            for one in best
+        ]
+        lines.append(f"{shape} T {window} {state}: " + "; ".join(tried))
     return "\n".join(lines)
+
+
+def choose(records: Iterable[dict]) -> dict[str, dict[tuple[int, int], LaunchParameters]]:
+    """Entries by recurrence and (bytes of a state element, largest window)."""
+    groups: dict[tuple, list[dict[LaunchParameters, float]]] = {}
+    for (shape, window, state), times in wanted(records).items():
+        groups.setdefault((SHAPES[shape].recurrence, BITS[state] // 8, window), []).append(times)
+    widest = {key[:2]: max(k[2] for k in groups if k[:2] == key[:2]) for key in groups}
+    chosen: dict[str, dict[tuple[int, int], LaunchParameters]] = {}
+    for (recurrence, size, window), shapes in sorted(groups.items()):
+        common = [one for one in shapes[0] if all(one in times for times in shapes)]
+        slowest = {one: max(times[one] / min(times.values()) for times in shapes) for one in common}
+        served = MOST_TOKENS if window == widest[recurrence, size] else window
+        chosen.setdefault(recurrence, {})[size, served] = min(common, key=lambda one: slowest[one])
+    return chosen
+
+
+def table(kind: str, chosen: dict[str, dict[tuple[int, int], LaunchParameters]]) -> str:
+    """Source text of the package's table for one device kind."""
+    lines = [f"{HEAD}{{", f'    "{kind}": {{']
+    for recurrence, entries in chosen.items():
+        lines.append(f'        "{recurrence}": {{')
+        for key, parameters in entries.items():
+            body = ", ".join(f'"{name}": {value}' for name, value in changed(parameters).items())
+            lines.append(f"            {key}: {{{body}}},")
+        lines.append("        },")
+    return "\n".join([*lines, "    },", "}", ""])
 
 
 def main() -> None:
     """Command line; prints the fastest combinations last."""
-    parser = kernel_decode.parser(__doc__ or "", result_file.RESULTS / "kernel_sweep.json")
-    parser.add_argument("--windows", default="1,4")
-    parser.add_argument("--states", default="fp32")
-    options = parser.parse_args()
-    tried = combinations({field.name for field in dataclasses.fields(LaunchParameters)})
+    if sys.argv[1:] == ["--table"]:
+        result = json.loads(OUT.read_text())
+        kind = result["device"].removeprefix("gpu ").split(",")[0]
+        TABLE.write_text(table(kind, choose(result["records"])))
+        return
+    options = parser().parse_args()
     listed = [
-        Case(shape=shape, batch=256, method="replay", tokens=int(tokens), state=state, launch=launch)
+        Case(
+            shape=shape,
+            batch=256,
+            method="replay",
+            tokens=int(tokens),
+            state=state,
+            launch=tuple(dataclasses.asdict(parameters).items()),
+        )
         for shape in options.shapes.split(",")
         for tokens in options.windows.split(",")
         for state in options.states.split(",")
-        for launch in tried
+        for parameters in combinations()
     ]
     result = result_file.head("bench.kernel_sweep", options.commit) | {"left_out": {}, "records": []}
     kernel_decode.run(listed, options, result)
     print(fastest(result["records"]))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the sweep."""
+    made = kernel_decode.parser(__doc__ or "", OUT)
+    made.set_defaults(shapes=",".join(MAIN), repeats=6)
+    made.add_argument("--windows", default="1,4")
+    made.add_argument("--states", default="fp32,bf16")
+    return made
 
 
 if __name__ == "__main__":

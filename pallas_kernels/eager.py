@@ -9,9 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fold import Tile, TokenRule, of_rows, state_layout
+from pallas_kernels.fold import Tile, TokenRule, of_rows
 from pallas_kernels.launch import TILE, mosaic_gpu
-from pallas_kernels.pipeline import Geometry, Operands
+from pallas_kernels.pipeline import Geometry, Operands, tiled_layout
+
+LANE_BYTES = 16
+
+
+def state_layout(plgpu: Any, d_state: int, dtype: Any) -> Any:
+    """Layout of a state tile for direct global access: 16 bytes a lane and as many lanes a row as it takes,
+    so that a warp moves 512 bytes that follow each other."""
+    vector = LANE_BYTES // jnp.dtype(dtype).itemsize
+    columns = 128 if d_state % 128 == 0 else 64
+    rows = 32 * vector // columns
+    return tiled_layout(plgpu, ((4 * rows, columns), (rows, columns), (1, vector)), (-6,), (-4, -3), -1)
 
 
 def eager_tiles(
@@ -33,7 +44,7 @@ def eager_tiles(
     geo, fused = geometry, interpret is None
     tokens, tiles, groups = geo.tokens, geo.tiles, geo.groups
     row_tiles = groups * tiles
-    layout = state_layout(plgpu)
+    layout = state_layout(plgpu, geo.d_state, operands.state.dtype)
     planned = operands.cursor is not None
     ctas = min(ctas, geo.batch * row_tiles)
 

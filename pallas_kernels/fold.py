@@ -167,7 +167,6 @@ def flush_tiles(
     *,
     formats: Formats = FLOAT32,
     beside: bool = False,
-    counter: Any = None,
     interpret: Any = None,
 ) -> None:
     """Folds the rings of the flushing rows into operands.state, a reference, and makes their outputs.
@@ -175,7 +174,6 @@ def flush_tiles(
     workers: warpgroups of a CTA, at most, each with its own tiles; a CTA a multiprocessor. All of them in one
     CTA make the compiler keep to the registers that let so many run.
     beside: nothing is left to do when the window's kernel flushes as well (`launch.flushes_beside`).
-    counter: reference int32 [1] to set to zero.
     """
     plgpu = mosaic_gpu()
     geometry.check()
@@ -187,13 +185,6 @@ def flush_tiles(
 
     def body(*refs: Any, **buffers: Any) -> None:
         cta = lax.axis_index("cta")
-        if counter is not None:
-            refs, zeroed = refs[:-1], refs[-1]
-
-            @pl.when(cta == 0)
-            def _():
-                zeroed[0] = jnp.int32(0)
-
         counts = refs[[argument is operands.counts for argument in arguments].index(True)]
         rows = counts[1]
         if beside:
@@ -212,7 +203,7 @@ def flush_tiles(
         kernel_name="replay_flush",
         **({} if interpret is None else {"interpret": interpret}),
     )
-    kernel(*arguments, *([] if counter is None else [counter]))
+    kernel(*arguments)
 
 
 def flush_work(

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.launch_table import TABLE
+
 MINIMUM_JAX = (0, 11, 2)
-MAX_ELEMENTS = 2**31
+MAX_ELEMENTS = 2**32
 # Rows up to which the window's kernel folds all that flush, so that a step is one launch.
 ONE_LAUNCH_ROWS = 16
 TILE = 64
@@ -19,8 +21,8 @@ GRANULE = 8
 @dataclasses.dataclass(frozen=True)
 class LaunchParameters:
     """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, rows a copy of ring keys;
-    warpgroups of a CTA of its flush kernel; tiles in flight of the flush beside the window (0: the flush
-    kernel serves all rows); whether CTAs claim their tiles, else they have equal shares. On coded copies:
+    warpgroups of a CTA that flush; tiles in flight of the flush beside the window (0: a kernel of its own
+    serves all rows that flush); whether CTAs claim their tiles, else they have equal shares. On coded copies:
     rows a copy of all of the ring, tiles of a step at most, and the warpgroups that read them."""
 
     ctas: int
@@ -33,23 +35,8 @@ class LaunchParameters:
     workers: int = 1
 
 
-# Measured on one H200 (bench/NOTES.md): by device kind, recurrence and largest window that an entry serves.
-_TABLE = {
-    "NVIDIA H200": {
-        "mamba2": {
-            1: LaunchParameters(132, 4, beside=1, claims=True),
-            8: LaunchParameters(264, 2),
-        },
-        "gated_delta": {
-            1: LaunchParameters(132, 4, beside=1, claims=True),
-            8: LaunchParameters(264, 2, claims=True),
-        },
-    },
-}
 _DEFAULT_KIND = "NVIDIA H200"
-# A 16-bit state leaves less time for a group's coefficients: two CTAs a multiprocessor.
-_HALF_STATE = LaunchParameters(264, 2, granule=4)
-# Copies of one byte an element and less.
+# Copies of one byte an element and less, measured on one H200.
 _CODED = {
     ("mamba2", 4): LaunchParameters(132, 3, granule=4, step=8, workers=2),
     ("mamba2", 8): LaunchParameters(132, 4, granule=4, step=4, claims=True),
@@ -65,10 +52,14 @@ def step_parameters(
     bytes of a state element."""
     if state_bytes < 2:
         return _CODED[recurrence, int(8 * state_bytes)]
-    if state_bytes < 4:
-        return _HALF_STATE
-    table = _TABLE.get(kind or _DEFAULT_KIND, _TABLE[_DEFAULT_KIND])[recurrence]
-    return table[min(size for size in table if size >= tokens)]
+    table = TABLE.get(kind or _DEFAULT_KIND, TABLE[_DEFAULT_KIND])[recurrence]
+    window = min(most for size, most in table if size == state_bytes and most >= tokens)
+    return LaunchParameters(**table[int(state_bytes), window])
+
+
+def device_kind() -> str:
+    """Kind of the first device, as `step_parameters` takes it."""
+    return jax.devices()[0].device_kind
 
 
 def flushes_beside(counts: Any) -> jax.Array:
@@ -110,12 +101,12 @@ def ring_slots(buffer_length: int, window: int) -> int:
 
 
 def plan(flush: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Row plan of a step: cursor int32 [B, 4] of (row, start, length, 0) and counts int32 [3] of the two
-    kinds and 0.
+    """Row plan of a step: cursor int32 [B, 4] of (row, start, length, 0) and counts int32 [4] of the two
+    kinds, 0 and 0.
 
     flush bool [B]; start, length int32 [B] before the flush. Rows that do not flush come first, in order;
-    rows that do come last. Computed once a step and shared by all layers. The last count numbers the tickets
-    by which a flush kernel's CTAs claim tiles; the kernel leaves it at 0.
+    rows that do come last. Computed once a step and shared by all layers. The last two counts number the
+    tickets by which CTAs claim tiles to flush and chunks to read; kernels leave them at 0.
     """
     batch = flush.shape[0]
     flushing = flush.astype(jnp.int32)
@@ -125,4 +116,4 @@ def plan(flush: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Arr
     place = jnp.where(flush, batch - total + after - 1, index - after)
     rows = jnp.stack([index, start, length, jnp.zeros_like(index)], axis=1)
     cursor = jnp.zeros((batch, 4), jnp.int32).at[place].set(rows, unique_indices=True)
-    return cursor, jnp.stack([batch - total, total, jnp.zeros_like(total)]).astype(jnp.int32)
+    return cursor, jnp.stack([batch - total, total, *[jnp.zeros_like(total)] * 2]).astype(jnp.int32)

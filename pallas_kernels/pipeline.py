@@ -83,7 +83,7 @@ class Geometry:
             raise Unsupported(f"the window must have 1 to {NEW_SLOTS} tokens, got {self.tokens}")
         elements = self.batch * self.heads * self.head_dim * self.d_state
         if elements >= MAX_ELEMENTS:
-            raise Unsupported(f"a layer's state may have fewer than 2^31 elements, got {elements}")
+            raise Unsupported(f"a layer's state may have fewer than 2^32 elements, got {elements}")
         if self.tiles > 256:
             raise Unsupported(f"a group may have at most {256 * TILE} state rows, got {self.tiles * TILE}")
 
@@ -312,7 +312,7 @@ class Operands:
 
     out: reference [B, T, G, tiles, 64]; state [B*G*tiles, 64, K]; values, keys, scalars: rings as references;
     new_*: the call's tokens; cursor int32 [B, 4] rows of (row, start, length, 0), rows that only read first;
-    counts int32 [3]: such rows, those that flush, and a counter (None for an eager step of all rows);
+    counts int32 [4]: such rows, those that flush, and two counters (None for an eager step of all rows);
     forgotten int32 [B*G]: bit i is set where tile i of the group's state is not read but taken for zero;
     None: all are read.
     scale: reference [B*G*tiles, 64] where the state is fp8_e4m3 codes. copy: references to the parts of a

@@ -22,7 +22,7 @@ from pallas_kernels.eager import eager_tiles
 from pallas_kernels.fold import TokenRule, flush_tiles, flush_work
 from pallas_kernels.pipeline import TILE, Geometry, Operands, Recurrence
 from pallas_kernels.rewrite import FLOAT32, Formats, by_tiles
-from pallas_kernels.window import stream_window
+from pallas_kernels.window import Work, stream_window
 
 Ring = tuple[jax.Array, ...]
 WORD = 32
@@ -60,7 +60,8 @@ class Kernels:
         appended."""
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype)
         plan = launch.plan(jnp.zeros(start.shape, jnp.bool_), start, length)
-        call.window(self.window_rule, plan, call.parameters(parameters, self.name), interpret=interpret)
+        parameters = dataclasses.replace(call.parameters(parameters, self.name), beside=0)
+        call.window(self.window_rule, plan, parameters, interpret=interpret)
         return call.outputs(), call.ring()
 
     def eager(
@@ -135,15 +136,9 @@ class Kernels:
         if forgotten is not None and call.geometry.tiles <= WORD:
             call.operands["forgotten"] = forgotten_tiles(forgotten, call.geometry)
         parameters = call.parameters(parameters, self.name)
-        alone = parameters.beside > 0 and checkpoint.shape[0] <= launch.ONE_LAUNCH_ROWS
-        counter = None
-        if not alone:
-            if parameters.claims:
-                counter = jax.new_ref(lax.empty((1,), jnp.int32))
-            options = {"beside": parameters.beside > 0, "counter": counter, "interpret": interpret}
-            call.flush(self.token_rule, plan, parameters.flush_workers, **options)
-        options = {"alone": alone, "interpret": interpret}
-        call.window(self.window_rule, plan, parameters, counter, self.token_rule, **options)
+        if not parameters.beside:
+            call.flush(self.token_rule, plan, parameters.flush_workers, interpret=interpret)
+        call.window(self.window_rule, plan, parameters, self.token_rule, interpret=interpret)
         return call.outputs(), call.state(), call.ring()
 
     def stored_step(
@@ -175,14 +170,12 @@ class Kernels:
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype, **options)
         formats.check_sizes(call.geometry)
         parameters = parameters or launch.step_parameters(
-            None, self.name, call.geometry.tokens, formats.read_bits / 8
+            launch.device_kind(), self.name, call.geometry.tokens, formats.read_bits / 8
         )
-        alone = parameters.beside > 0 and call.geometry.batch <= launch.ONE_LAUNCH_ROWS
-        if not alone:
+        if call.flushes_apart(parameters):
             options = {"beside": parameters.beside > 0, "interpret": interpret}
             call.flush(self.token_rule, plan, parameters.flush_workers, **options)
-        options = {"alone": alone, "interpret": interpret}
-        call.window(self.window_rule, plan, parameters, None, self.token_rule, **options)
+        call.window(self.window_rule, plan, parameters, self.token_rule, interpret=interpret)
         return call.outputs(), call.checkpoint(), call.copy(), call.ring()
 
 
@@ -254,33 +247,51 @@ class _Call:
 
     def parameters(self, given: launch.LaunchParameters | None, name: str) -> launch.LaunchParameters:
         itemsize = self.operands["state"].dtype.itemsize
-        return given or launch.step_parameters(None, name, self.geometry.tokens, itemsize)
+        return given or launch.step_parameters(launch.device_kind(), name, self.geometry.tokens, itemsize)
+
+    def alone(self) -> bool:
+        """Whether the window's kernel folds all rows beside the others."""
+        return self.geometry.batch <= launch.ONE_LAUNCH_ROWS
+
+    def coded(self) -> bool:
+        """Whether the window reads codes."""
+        return (self.formats.read or self.formats.recurrence) in ("fp8_e4m3", "nvfp4")
+
+    def flushes_apart(self, parameters: launch.LaunchParameters) -> bool:
+        """Whether a step needs a flush in a kernel of its own."""
+        return not parameters.beside or (self.coded() and not self.alone())
 
     def window(
         self,
         rule: Recurrence,
         plan: tuple,
         parameters: launch.LaunchParameters,
-        counter: Any = None,
         flush: TokenRule | None = None,
         *,
-        alone: bool = False,
         interpret: Any = None,
     ) -> None:
         cursor, counts = plan
         operands = Operands(**self.operands, cursor=cursor, counts=counts)
-        beside = None
-        if flush is not None and parameters.beside:
-            kept = {"formats": self.formats, "stages": parameters.beside, "interpret": interpret}
-            beside = flush_work(flush, self.geometry, operands, **kept)[:2]
-        options = {"beside": beside, "alone": alone, "interpret": interpret}
-        read = self.formats.read or self.formats.recurrence
-        if read in ("fp8_e4m3", "nvfp4"):
-            stream_coded_window(rule, self.geometry, operands, read, parameters, **options)
+
+        def work(workers: int, **options: Any) -> Work:
+            options |= {"formats": self.formats, "interpret": interpret}
+            return Work(*flush_work(flush, self.geometry, operands, workers=workers, **options)[:2], workers)
+
+        beside = before = None
+        if parameters.beside:
+            beside = work(1, stages=parameters.beside)
+        if self.coded():
+            read = self.formats.read or self.formats.recurrence
+            options = {"alone": self.alone(), "interpret": interpret}
+            few = None if beside is None else beside[:2]
+            stream_coded_window(rule, self.geometry, operands, read, parameters, beside=few, **options)
             return
+        if parameters.beside and not self.alone():
+            before = work(parameters.flush_workers, stages=1, claims=interpret is None)
         if operands.copy:
             operands = dataclasses.replace(operands, state=operands.copy[0])
-        stream_window(rule, self.geometry, operands, parameters, counter, **options)
+        options = {"beside": beside, "before": before, "interpret": interpret}
+        stream_window(rule, self.geometry, operands, parameters, **options)
 
     def flush(self, rule: TokenRule, plan: tuple, workers: int, **options: Any) -> None:
         cursor, counts = plan

@@ -39,6 +39,17 @@ from pallas_kernels.readout import Readout, store_row
 from pallas_kernels.rows import WARPGROUP, copy_rows, init_barriers, wait_rows
 
 
+class Work(NamedTuple):
+    """A flush inside another kernel, from `fold.flush_work`: its buffers, its program and its warpgroups."""
+
+    scratch: dict
+    serve: Callable[..., None]
+    workers: int
+
+
+SPEC = True
+
+
 class Chunk(NamedTuple):
     """Tiles of one group: its ticket, or the first tile's index in a share; its row's cursor; the first tile
     in the row, and how many (0: no more chunks); the group's bits of `Operands.forgotten`."""
@@ -52,6 +63,12 @@ class Chunk(NamedTuple):
     forgotten: jax.Array
 
 
+def split_barriers(scratch: dict) -> tuple[dict, dict]:
+    """Buffers and barriers of a kernel's scratch."""
+    barriers = {name: value for name, value in scratch.items() if name.endswith("_landed")}
+    return {name: value for name, value in scratch.items() if name not in barriers}, barriers
+
+
 def chunk_tiles(tiles: int, least: int, share: int) -> int:
     """Tiles of a small chunk: the smallest divisor of a group's tiles from `least`, or a CTA's share, on."""
     wanted = max(1, min(least, share))
@@ -63,17 +80,17 @@ def stream_window(
     geometry: Geometry,
     operands: Operands,
     launch: LaunchParameters,
-    counter: Any,
     *,
-    beside: tuple[dict, Callable[..., None]] | None = None,
-    alone: bool = False,
+    beside: Work | None = None,
+    before: Work | None = None,
     interpret: Any = None,
 ) -> None:
     """Outputs of the reading rows into operands.out; appends their new tokens to the rings in place.
 
-    counter: reference int32 [1], zero, by which CTAs claim chunks; None: equal shares. beside: scratch and
-    program (`fold.flush_work`) that fold rows in a warpgroup of every CTA: all that flush when the kernel is
-    `alone`, else only few (`launch.flushes_beside`).
+    launch.claims: CTAs claim chunks by operands.counts[3], which is 0 again at the end; else they have equal
+    shares. beside: folds the rows that flush in a warpgroup of every CTA while the others read. before: folds
+    them in all of its warpgroups before anything is read, in shared memory that the stages take afterwards,
+    where they are too many for `beside` (`launch.flushes_beside`).
     """
     plgpu = mosaic_gpu()
     geometry.check()
@@ -91,7 +108,7 @@ def stream_window(
     readout = Readout(plgpu, geo, state_dtype, recurrence.shared_reader, parts, columns, fused)
     exact = fused and jnp.dtype(operands.new_keys.dtype) == jnp.dtype(operands.reader.dtype) == jnp.bfloat16
     compact = exact and recurrence.compact
-    claims = counter is not None
+    claims = launch.claims
     forgets = operands.forgotten is not None
 
     def transforms(dtype: Any) -> tuple:
@@ -141,11 +158,26 @@ def stream_window(
         scratch["packed"] = plgpu.SMEM(
             (halves, heads, columns, geo.d_state), state_dtype, transforms=transforms(state_dtype)
         )
+    warpgroups = 1 + apart + (beside is not None)
     if beside is not None:
-        scratch["beside"] = beside[0]
+        scratch["beside"] = beside.scratch
+    if before is not None:
+        warpgroups = max(warpgroups, before.workers)
+        kept, barriers = split_barriers(before.scratch)
+        scratch["before"] = barriers
+        scratch["folded"] = plgpu.Barrier(num_arrivals=warpgroups)
+
+    def stages_or_work(stages: int) -> Any:
+        """The stages, in memory that `before` has used when it runs."""
+        if before is None:
+            return staged(stages)
+        if not fused:
+            return staged(stages), kept
+        return plgpu.RefUnion(staged(stages), kept)
+
     # A stage is a tile: of a state half as wide, twice as many keep the same bytes in flight.
     deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
-    ctas, stages = fit(deeper, lambda stages: shared_bytes((scratch, staged(stages))))
+    ctas, stages = fit(deeper, lambda stages: shared_bytes((scratch, stages_or_work(stages))))
     all_tiles = geo.batch * row_tiles
     # Coefficients that need a warpgroup of their own take longer than `stages` tiles.
     span = chunk_tiles(tiles, 2 * stages if apart else stages, all_tiles // ctas)
@@ -154,16 +186,20 @@ def stream_window(
         listed = min(geo.batch, -(-geo.batch // ctas) + 2)
         scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
         scratch["cursor_barrier"] = plgpu.Barrier(num_arrivals=1)
-    scratch |= staged(stages)
+    scratch["stages"] = stages_or_work(stages)
     if fused:
         scratch["rows_landed"] = plgpu.SMEM((stages, 2), jnp.int32)
     copies = 1 if fused else 2 + granules
     scratch["tile_barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
 
     def body(*refs: Any, **buffers: Any) -> None:
+        if before is None:
+            buffers |= buffers.pop("stages")
+        else:
+            staged_buffers, work_buffers = buffers.pop("stages")
+            buffers |= staged_buffers
         smem = types.SimpleNamespace(**buffers)
-        shared = refs[:-1] if claims else refs
-        out, state_in, values_ring, keys_ring, *rest = shared
+        out, state_in, values_ring, keys_ring, *rest = refs
         scalar_rings, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
         values_in, keys_in, *rest = rest
         scalars_in, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
@@ -179,17 +215,26 @@ def stream_window(
         if not claims:
             first_row = jnp.minimum(lax.div(lax.div(cta * total, ctas), row_tiles), geo.batch - listed)
         whole = jnp.maximum(counts_in[0] * groups - ctas, 0)
+        all_chunks = whole + lax.div(total - whole * tiles, span)
         fresh = pl.ds(ring, tokens)
 
         def forgotten_of(row: jax.Array, within: jax.Array) -> jax.Array:
             return forgotten_in[0][row * groups + lax.div(within, tiles)] if forgets else jnp.int32(0)
 
-        def chunk_of(ticket: jax.Array) -> Chunk:
+        def cursor_at(at: jax.Array) -> tuple:
+            return tuple(cursor_in[at, i] for i in range(3))
+
+        def chunk_of(ticket: jax.Array, guess: jax.Array | None = None) -> Chunk:
+            """guess: place of its row in the plan, most likely, to load from before the counts are there."""
+            early = None if guess is None else cursor_at(guess)
             small = ticket - whole
             first = jnp.where(small < 0, ticket * tiles, whole * tiles + small * span)
             count = jnp.where(first < total, jnp.where(small < 0, tiles, span), 0)
             at = jnp.minimum(lax.div(first, row_tiles), geo.batch - 1)
-            row, start, length = (cursor_in[at, i] for i in range(3))
+            if early is None:
+                row, start, length = cursor_at(at)
+            else:
+                row, start, length = lax.cond(at == guess, lambda: early, lambda: cursor_at(at))
             within = lax.rem(first, row_tiles)
             return Chunk(ticket, row, start, length, within, count, forgotten_of(row, within))
 
@@ -205,7 +250,7 @@ def stream_window(
 
         def opening() -> Chunk:
             if claims:
-                return chunk_of(cta)
+                return chunk_of(cta, jnp.minimum(lax.div(cta, groups), geo.batch - 1) if SPEC else None)
             plgpu.barrier_wait(smem.cursor_barrier)
             return chunk_at(begin)
 
@@ -214,7 +259,7 @@ def stream_window(
             if not claims:
                 return None
             if fused:
-                return claim(plgpu, refs[-1], jnp.int32(-1), place=0)
+                return claim(plgpu, counts_in, all_chunks - 1, place=3)
             return jnp.full((WARPGROUP,), chunk.ticket, jnp.int32)
 
         def keep_ticket(ticket: jax.Array | None) -> None:
@@ -473,20 +518,31 @@ def stream_window(
             lax.while_loop(lambda carry: carry[3].count > 0, one, (zero, zero, issued, first))
             plgpu.wait_smem_to_gmem(0)
 
+        few = flushes_beside(counts_in)
+        if before is not None:
+            mine = lax.axis_index("warpgroup")
+
+            @pl.when(~few)
+            def _():
+                @pl.when(mine < before.workers)
+                def _():
+                    worker, of_all = mine * ctas + cta, before.workers * ctas
+                    before.serve(refs, worker, of_all, work_buffers | smem.before, counts_in[1], mine)
+
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(smem.folded)
+                plgpu.barrier_wait(smem.folded)
+
         roles = [serve_tiles, *([serve_groups] if apart else [])]
         if beside is not None:
-            rows = counts_in[1]
-            if not alone:
-                rows = jnp.where(flushes_beside(counts_in), rows, 0)
-            fold_rows = beside[1]
-            roles.append(lambda: fold_rows(shared, cta, ctas, smem.beside, rows))
-        if len(roles) == 1:
+            rows = counts_in[1] if before is None else jnp.where(few, counts_in[1], 0)
+            roles.append(lambda: beside.serve(refs, cta, ctas, smem.beside, rows))
+        if warpgroups == 1:
             serve_tiles()
         else:
             for index, role in enumerate(roles):
                 pl.when(lax.axis_index("warpgroup") == index)(role)
 
-    warpgroups = 1 + apart + (beside is not None)
     kernel = plgpu.kernel(
         body,
         out_type=(),
@@ -514,6 +570,5 @@ def stream_window(
         operands.counts,
         *([operands.constants] if has_constants else []),
         *([operands.forgotten] if forgets else []),
-        *([counter] if claims else []),
     ]
     kernel(*arguments)

@@ -7,6 +7,8 @@ compile with little of it. JAX_DISABLE_MOST_OPTIMIZATIONS=0 asks for all of it, 
 import gc
 import os
 
+import os
+
 import jax
 from hypothesis import settings
 from jaxtyping import install_import_hook
@@ -15,6 +17,9 @@ import tests.typechecking  # noqa: F401  (the hook names it)
 
 # Before any of the three packages is imported, so that all of their functions are checked.
 install_import_hook(["replayssm_jax", "pallas_kernels", "models"], "tests.typechecking.typechecker")
+
+# Interpreted kernels wait in threads of XLA's pool: as many as cores would starve the one they wait for.
+os.environ.setdefault("PJRT_NPROC", "12")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import kernel_report, kernel_sweep, plots
+from bench import kernel_report, plots
 
 
 def record(method, time, batch=256, **fields):
@@ -82,17 +82,3 @@ def test_plot_is_a_small_file_with_a_panel_a_shape(tmp_path):
     assert ">super<" in text
     assert ">q122<" in text
     assert len(text) < 100_000
-
-
-def test_sweep_crosses_the_window_and_varies_the_flush_alone():
-    tried = kernel_sweep.combinations({"ctas", "stages", "flush_workers", "overlap"})
-    assert tried[0] == ()
-    assert (("ctas", 264), ("stages", 2)) in tried
-    assert (("flush_workers", 4),) in tried
-    assert len(tried) == 1 + 2 + 3
-
-
-def test_sweep_names_the_fastest_of_each_shape():
-    swept = [record("replay", time, launch={"ctas": ctas}) for time, ctas in ((280.0, 132), (270.0, 264))]
-    line = kernel_sweep.fastest([RECORDS[0], *swept])
-    assert line == "super T 1 fp32: table 275.0; 270.0 {'ctas': 264}; 280.0 {'ctas': 132}"

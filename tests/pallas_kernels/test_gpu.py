@@ -1,5 +1,6 @@
 """The compiled kernels on a GPU against the float64 loop: `pytest -m gpu tests/pallas_kernels`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,10 +31,11 @@ def test_step_is_the_float64_loop(name, tokens):
     check_step(draw(name, tokens, seed=tokens), [True, False, True, False])
 
 
+@pytest.mark.parametrize("flushing", [[3, 11], range(2, 30), range(32)], ids=["few", "many", "all"])
 @pytest.mark.parametrize("name", NAMES)
-def test_few_rows_flush_beside_the_window(name):
+def test_rows_flush_in_the_kernel_of_the_window(name, flushing):
     case = draw(name, 1, batch=32)
-    check_step(case, [row in (3, 11) for row in range(32)])
+    check_step(case, [row in flushing for row in range(32)])
 
 
 @pytest.mark.parametrize("buffer_length", [8, 32])
@@ -130,3 +132,37 @@ def test_step_is_in_place(name):
     buffers = sum(array.nbytes for array in (case.checkpoint, *case.ring))
     assert memory.alias_size_in_bytes == buffers
     assert memory.temp_size_in_bytes < case.checkpoint.nbytes
+
+
+@pytest.mark.parametrize("method", ["step", "eager"])
+def test_rows_beyond_the_31st_power_of_two_are_those_of_a_small_batch(method):
+    few = draw("super", 1)
+    wanted, folded = cases.truth(few)
+    rows = 2**31 // SHAPES["super"].state_elements() + 4
+    flush = np.array([True, False, True, False])
+    case, flags = jax.jit(lambda arrays: jax.tree.map(lambda x: last_rows(x, rows), arrays))(
+        ({f.name: getattr(few, f.name) for f in dataclasses.fields(few) if f.name not in FIXED}, flush)
+    )
+    if method == "step":
+        plan = jax.jit(launch.plan)(flags, case["start"], case["length"])
+        step = jax.jit(few.kernels.step, donate_argnums=(0, 1))
+        rest = case["new"], case["reader"], few.constants, plan
+        outputs, after, _ = step(case["checkpoint"], case["ring"], *rest)
+        assert cases.error(outputs[-4:], wanted) < 1e-6
+        assert cases.error(after[-4:][flush], folded[flush]) < 1e-6
+        np.testing.assert_array_equal(after[-4:][~flush], few.checkpoint[~flush])
+    else:
+        eager = jax.jit(few.kernels.eager, donate_argnums=0)
+        outputs, after = eager(case["checkpoint"], case["new"], case["reader"], few.constants)
+        alone = jax.jit(few.kernels.eager)(few.checkpoint, few.new, few.reader, few.constants)
+        np.testing.assert_array_equal(outputs[-4:], alone[0])
+        np.testing.assert_array_equal(after[-4:], alone[1])
+    assert not jnp.any(after[:4]) and not jnp.any(outputs[:-4])
+
+
+FIXED = ("shape", "constants")
+
+
+def last_rows(array, rows):
+    """The array as the last rows of one with zeros before them."""
+    return jnp.pad(array, [(rows - array.shape[0], 0)] + [(0, 0)] * (array.ndim - 1))

@@ -36,7 +36,7 @@ def lower(name, tokens, *, batch=256, **dtypes):
     )
     arguments = jax.eval_shape(lambda: draw().arguments())
     kernels = cases.KERNELS[shape.recurrence]
-    plan = jax.ShapeDtypeStruct((batch, 4), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    plan = jax.ShapeDtypeStruct((batch, 4), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
     jax.jit(kernels.step, donate_argnums=(0, 1)).trace(*arguments[:5], plan).lower(
         lowering_platforms=("cuda",)
     )

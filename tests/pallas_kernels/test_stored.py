@@ -120,7 +120,7 @@ def lower(name, tokens, formats, batch=256):
         return jax.eval_shape(lambda: lanes(precision.encode(jnp.zeros(arguments[0].shape), format)))
 
     copy = None if formats.read is None else stored(formats.read)
-    plan = jax.ShapeDtypeStruct((batch, 4), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    plan = jax.ShapeDtypeStruct((batch, 4), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
     words = jax.ShapeDtypeStruct((batch, 2), jnp.uint32) if formats.stochastic else None
 
     def step(checkpoint, copy, ring, *rest):

@@ -102,7 +102,7 @@ def test_b25_auto_takes_the_kernels_on_a_gpu_that_can_serve(method, on_gpu, monk
         ),
         ({"recurrence": "gated_delta", "heads": 64, "groups": 16, "head_dim": 80}, 3, "got 80 and 128"),
         ({"recurrence": "kimi_delta"}, 3, "no Pallas kernels for kimi_delta"),
-        ({}, 2**12, r"fewer than 2\^31 elements, got 4294967296"),
+        ({}, 2**12, r"fewer than 2\^32 elements, got 4294967296"),
     ],
 )
 def test_b23_b25_sizes_that_the_kernels_cannot_serve_are_named(changes, batch, reason, on_gpu, caplog):
