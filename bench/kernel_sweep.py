@@ -39,17 +39,15 @@ TABLE = '''
 
 
 def combinations() -> list[LaunchParameters]:
-    """Launch parameters to time: grids, claims and the flush beside the window, which takes a whole
-    multiprocessor; fields that do not depend on these are varied for one form with and one without it."""
+    """Launch parameters to time: grids, claims, short copies of the ring's keys for two CTAs a
+    multiprocessor, and the flush beside the window, which takes a whole one."""
     tried = [
         LaunchParameters(ctas, stages, claims=claims)
         for (ctas, stages), claims in itertools.product(GRIDS, (False, True))
     ]
-    alone = tried[-1]
     ctas, stages = GRIDS[0]
     tried += [LaunchParameters(ctas, stages, beside=1, claims=claims) for claims in (False, True)]
-    varied = itertools.product((alone, tried[-1]), ({"granule": 4}, {"flush_workers": 2}))
-    return tried + [dataclasses.replace(one, **fields) for one, fields in varied]
+    return [*tried, dataclasses.replace(tried[2], granule=4)]
 
 
 def wanted(records: Iterable[dict]) -> dict[tuple, dict[LaunchParameters, float]]:

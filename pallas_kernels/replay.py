@@ -60,8 +60,7 @@ class Kernels:
         appended."""
         call = _Call(checkpoint, ring, new, reader, constants, out_dtype)
         plan = launch.plan(jnp.zeros(start.shape, jnp.bool_), start, length)
-        parameters = dataclasses.replace(call.parameters(parameters, self.name), beside=0)
-        call.window(self.window_rule, plan, parameters, interpret=interpret)
+        call.window(self.window_rule, plan, call.parameters(parameters, self.name), interpret=interpret)
         return call.outputs(), call.ring()
 
     def eager(
@@ -273,21 +272,21 @@ class _Call:
         cursor, counts = plan
         operands = Operands(**self.operands, cursor=cursor, counts=counts)
 
-        def work(workers: int, **options: Any) -> Work:
+        def work(rule: TokenRule, workers: int, **options: Any) -> Work:
             options |= {"formats": self.formats, "interpret": interpret}
-            return Work(*flush_work(flush, self.geometry, operands, workers=workers, **options)[:2], workers)
+            return Work(*flush_work(rule, self.geometry, operands, workers=workers, **options)[:2], workers)
 
         beside = before = None
-        if parameters.beside:
-            beside = work(1, stages=parameters.beside)
+        if flush is not None and parameters.beside:
+            beside = work(flush, 1, stages=parameters.beside)
+            if not (self.alone() or self.coded()):
+                before = work(flush, parameters.flush_workers, stages=1, claims=interpret is None)
         if self.coded():
             read = self.formats.read or self.formats.recurrence
             options = {"alone": self.alone(), "interpret": interpret}
             few = None if beside is None else beside[:2]
             stream_coded_window(rule, self.geometry, operands, read, parameters, beside=few, **options)
             return
-        if parameters.beside and not self.alone():
-            before = work(parameters.flush_workers, stages=1, claims=interpret is None)
         if operands.copy:
             operands = dataclasses.replace(operands, state=operands.copy[0])
         options = {"beside": beside, "before": before, "interpret": interpret}

@@ -13,6 +13,7 @@ have their own; one may do other work.
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from pallas_kernels.fold import claim, synchronise
 from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
 from pallas_kernels.packing import pack_readers, reader_parts
 from pallas_kernels.pipeline import (
+    SMS,
     Geometry,
     Group,
     Operands,
@@ -45,9 +47,6 @@ class Work(NamedTuple):
     scratch: dict
     serve: Callable[..., None]
     workers: int
-
-
-SPEC = True
 
 
 class Chunk(NamedTuple):
@@ -122,19 +121,25 @@ def stream_window(
 
     # What a group's tiles need is kept twice when the next group's is computed meanwhile.
     halves = 2 if apart else 1
-    reader_halves = 2 if recurrence.shared_reader else 1
+    # A CTA that has a multiprocessor for itself copies what the next coefficients need meanwhile.
+    deep = apart and launch.ctas <= SMS
+    inputs = 2 if deep else 1
+    reader_halves = max(inputs, 2 if recurrence.shared_reader else 1)
+    key_slots = ring + tokens if compact else geo.slots
     scratch = {
-        "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
+        "keys": plgpu.SMEM((inputs, key_slots, geo.d_state), operands.new_keys.dtype),
         "reader": plgpu.SMEM((reader_halves, tokens, geo.d_state), operands.reader.dtype),
         "scalars": tuple(
-            plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
+            plgpu.SMEM((inputs, geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
         ),
-        "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
+        "row_scalars": tuple(
+            plgpu.SMEM((inputs, tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)
+        ),
         "weights": plgpu.SMEM(
             (halves, tokens, geo.group_heads if compact else geo.head_slots, geo.slots), jnp.float32
         ),
         "ticket": plgpu.SMEM((WARPGROUP,), jnp.int32),
-        "group_barrier": plgpu.Barrier(num_arrivals=group_copies),
+        "group_barrier": plgpu.Barrier(num_arrivals=group_copies, num_barriers=inputs),
         "constants": None,
         "scale": None,
         "readers": None,
@@ -148,7 +153,7 @@ def stream_window(
         scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
         scratch["free"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
     if has_constants:
-        scratch["constants"] = plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
+        scratch["constants"] = plgpu.SMEM((inputs, recurrence.head_constants, geo.head_slots), jnp.float32)
     if recurrence.shared_reader:
         scratch["scale"] = plgpu.SMEM((halves, tokens, geo.head_slots), jnp.float32)
     else:
@@ -221,20 +226,12 @@ def stream_window(
         def forgotten_of(row: jax.Array, within: jax.Array) -> jax.Array:
             return forgotten_in[0][row * groups + lax.div(within, tiles)] if forgets else jnp.int32(0)
 
-        def cursor_at(at: jax.Array) -> tuple:
-            return tuple(cursor_in[at, i] for i in range(3))
-
-        def chunk_of(ticket: jax.Array, guess: jax.Array | None = None) -> Chunk:
-            """guess: place of its row in the plan, most likely, to load from before the counts are there."""
-            early = None if guess is None else cursor_at(guess)
+        def chunk_of(ticket: jax.Array) -> Chunk:
             small = ticket - whole
             first = jnp.where(small < 0, ticket * tiles, whole * tiles + small * span)
             count = jnp.where(first < total, jnp.where(small < 0, tiles, span), 0)
             at = jnp.minimum(lax.div(first, row_tiles), geo.batch - 1)
-            if early is None:
-                row, start, length = cursor_at(at)
-            else:
-                row, start, length = lax.cond(at == guess, lambda: early, lambda: cursor_at(at))
+            row, start, length = (cursor_in[at, i] for i in range(3))
             within = lax.rem(first, row_tiles)
             return Chunk(ticket, row, start, length, within, count, forgotten_of(row, within))
 
@@ -250,7 +247,7 @@ def stream_window(
 
         def opening() -> Chunk:
             if claims:
-                return chunk_of(cta, jnp.minimum(lax.div(cta, groups), geo.batch - 1) if SPEC else None)
+                return chunk_of(cta)
             plgpu.barrier_wait(smem.cursor_barrier)
             return chunk_at(begin)
 
@@ -267,7 +264,10 @@ def stream_window(
                 smem.ticket[...] = ticket
 
         def following(chunk: Chunk) -> Chunk:
-            return chunk_of(smem.ticket[0] + ctas) if claims else chunk_at(chunk.ticket + chunk.count)
+            """The chunk after the last known one."""
+            return (
+                chunk_of(smem.ticket[0] + inputs * ctas) if claims else chunk_at(chunk.ticket + chunk.count)
+            )
 
         def aligned_head(group: jax.Array) -> jax.Array:
             return lax.div(group * geo.group_heads, 4) * 4
@@ -308,30 +308,31 @@ def stream_window(
         def issue_group(chunk: Chunk, number: jax.Array) -> None:
             row, group = chunk.row, lax.div(chunk.within, tiles)
             block = row * groups + group
-            heads = pl.ds(aligned_head(group), geo.head_slots)
+            heads, half = pl.ds(aligned_head(group), geo.head_slots), lax.rem(number, inputs)
+            keys = smem.keys.at[half]
 
             def load(source: Any, target: Any) -> None:
-                plgpu.copy_gmem_to_smem(source, target, smem.group_barrier)
+                plgpu.copy_gmem_to_smem(source, target, smem.group_barrier.at[half])
 
-            ring_copies(chunk, lambda source, slots: load(keys_ring.at[source, slots], smem.keys.at[slots]))
-            load(keys_in.at[block], smem.keys.at[fresh])
+            ring_copies(chunk, lambda source, slots: load(keys_ring.at[source, slots], keys.at[slots]))
+            load(keys_in.at[block], keys.at[fresh])
             load(reader_in.at[block], smem.reader.at[lax.rem(number, reader_halves)])
             for source, new, target in zip(scalar_rings, scalars_in, smem.scalars, strict=True):
-                load(source.at[row, :, heads], target.at[pl.ds(0, ring)])
-                load(new.at[row, :, heads], target.at[fresh])
+                load(source.at[row, :, heads], target.at[half, pl.ds(0, ring)])
+                load(new.at[row, :, heads], target.at[half, fresh])
             all_heads = skip(group == 0, row, geo.batch)
             for new, target in zip(scalars_in, smem.row_scalars, strict=True):
-                load(new.at[all_heads], target)
+                load(new.at[all_heads], target.at[half])
             if has_constants:
-                load(constants_in[0].at[:, heads], smem.constants)
+                load(constants_in[0].at[:, heads], smem.constants.at[half])
 
-        def append(chunk: Chunk) -> None:
+        def append(chunk: Chunk, half: jax.Array) -> None:
             group = lax.div(chunk.within, tiles)
             block = chunk.row * groups + group
             for t in range(tokens):
                 slot = lax.rem(chunk.start + chunk.length + t, ring)
                 plgpu.copy_smem_to_gmem(
-                    smem.keys.at[pl.ds(ring + t, 1)],
+                    smem.keys.at[half, pl.ds(ring + t, 1)],
                     keys_ring.at[block, pl.ds(slot, 1)],
                     commit_group=False,
                 )
@@ -340,20 +341,23 @@ def stream_window(
                 def _(t=t, slot=slot):
                     # A whole row of heads at once: partial sectors cost a read before the write.
                     for target, source in zip(scalar_rings, smem.row_scalars, strict=True):
-                        plgpu.copy_smem_to_gmem(source.at[t], target.at[chunk.row, slot], commit_group=False)
+                        plgpu.copy_smem_to_gmem(
+                            source.at[half, t], target.at[chunk.row, slot], commit_group=False
+                        )
 
             plgpu.commit_smem_to_gmem_group()
 
         def prepare(chunk: Chunk, number: jax.Array) -> None:
-            """What the tiles of a chunk need; claims the next chunk."""
+            """What the tiles of a chunk need; claims the next unknown one."""
             ticket = claim_next(chunk)
             half, reader_half = lax.rem(number, halves), lax.rem(number, reader_halves)
-            plgpu.barrier_wait(smem.group_barrier)
+            place = lax.rem(number, inputs)
+            plgpu.barrier_wait(smem.group_barrier.at[place])
             group = lax.div(chunk.within, tiles)
 
             @pl.when(lax.rem(chunk.within, tiles) == 0)
             def _():
-                append(chunk)
+                append(chunk, place)
 
             recurrence.coefficients(
                 Group(
@@ -364,10 +368,10 @@ def stream_window(
                     start=chunk.start,
                     length=chunk.length,
                     offset=group * geo.group_heads - aligned_head(group),
-                    keys=smem.keys,
+                    keys=smem.keys.at[place],
                     reader=smem.reader.at[reader_half],
-                    scalars=smem.scalars,
-                    constants=smem.constants,
+                    scalars=tuple(buffer.at[place] for buffer in smem.scalars),
+                    constants=smem.constants.at[place] if has_constants else None,
                     weights=smem.weights.at[half],
                     scale=smem.scale.at[half] if recurrence.shared_reader else None,
                     readers=None if recurrence.shared_reader else smem.readers.at[half],
@@ -440,18 +444,30 @@ def stream_window(
             """The coefficients of all chunks, up to two ahead of the tiles."""
 
             def one(carry: tuple) -> tuple:
-                number, chunk = carry
-                if claims:
-                    publish(chunk, number)
-                issue_group(chunk, number)
+                number, chunk, after = carry
+                if deep:
+                    if claims:
+                        publish(after, number + 1)
+                    pl.when(after.count > 0)(lambda: issue_group(after, number + 1))
+                else:
+                    issue_group(chunk, number)
                 wait_free(number - 2)
                 prepare(chunk, number)
                 plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
-                return number + 1, following(chunk)
+                if deep:
+                    return number + 1, after, following(after)
+                after = following(chunk)
+                if claims:
+                    publish(after, number + 1)
+                return number + 1, after, after
 
-            number, chunk = lax.while_loop(lambda carry: carry[1].count > 0, one, (jnp.int32(0), opening()))
+            chunk = after = opening()
             if claims:
-                publish(chunk, number)
+                publish(chunk, jnp.int32(0))
+            if deep:
+                pl.when(chunk.count > 0)(lambda: issue_group(chunk, jnp.int32(0)))
+                after = chunk_of(cta + ctas) if claims else following(chunk)
+            number, *_ = lax.while_loop(lambda carry: carry[1].count > 0, one, (jnp.int32(0), chunk, after))
             wait_free(number - 2)
             wait_free(number - 1)
             plgpu.wait_smem_to_gmem(0)
@@ -519,24 +535,28 @@ def stream_window(
             plgpu.wait_smem_to_gmem(0)
 
         few = flushes_beside(counts_in)
-        if before is not None:
+
+        def fold_before(work: Work) -> None:
             mine = lax.axis_index("warpgroup")
 
-            @pl.when(~few)
+            @pl.when(mine < work.workers)
             def _():
-                @pl.when(mine < before.workers)
-                def _():
-                    worker, of_all = mine * ctas + cta, before.workers * ctas
-                    before.serve(refs, worker, of_all, work_buffers | smem.before, counts_in[1], mine)
+                worker, of_all = mine * ctas + cta, work.workers * ctas
+                work.serve(refs, worker, of_all, work_buffers | smem.before, counts_in[1], mine)
 
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(smem.folded)
-                plgpu.barrier_wait(smem.folded)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem.folded)
+            plgpu.barrier_wait(smem.folded)
 
+        def fold_beside(work: Work) -> None:
+            rows = counts_in[1] if before is None else jnp.where(few, counts_in[1], 0)
+            work.serve(refs, cta, ctas, smem.beside, rows)
+
+        if before is not None:
+            pl.when(~few)(functools.partial(fold_before, before))
         roles = [serve_tiles, *([serve_groups] if apart else [])]
         if beside is not None:
-            rows = counts_in[1] if before is None else jnp.where(few, counts_in[1], 0)
-            roles.append(lambda: beside.serve(refs, cta, ctas, smem.beside, rows))
+            roles.append(functools.partial(fold_beside, beside))
         if warpgroups == 1:
             serve_tiles()
         else:
