@@ -4,7 +4,8 @@ Every combination is timed at every shape, window and state; prints the fastest 
 true flush rate, random phases. Records are those of `bench.kernel_decode` with `launch`. `--table` times
 nothing: it writes `pallas_kernels/launch_table.py` from the result file. An entry of the table serves one
 recurrence, one width of a state element and windows up to the timed one (the widest: all). Of all
-combinations it has the one whose largest ratio to a shape's fastest is least.
+combinations it has the one whose largest ratio to a shape's fastest is least; entries that were not timed
+stay.
 
     python -m bench.kernel_sweep --commit HASH [--shapes super,q122] [--windows 1,4] [--states fp32,bf16]
         [--workers 8]
@@ -22,6 +23,7 @@ from pathlib import Path
 from bench import kernel_decode, result_file
 from bench.kernel_cases import MAIN, Case
 from bench.shapes import SHAPES
+from pallas_kernels import launch_table
 from pallas_kernels.launch import LaunchParameters
 from replayssm_jax.precision import BITS
 
@@ -94,16 +96,23 @@ def choose(records: Iterable[dict]) -> dict[str, dict[tuple[int, int], LaunchPar
     return chosen
 
 
-def table(kind: str, chosen: dict[str, dict[tuple[int, int], LaunchParameters]]) -> str:
-    """Source text of the package's table for one device kind."""
-    lines = [f"{HEAD}{{", f'    "{kind}": {{']
+def table(kind: str, chosen: dict[str, dict[tuple[int, int], LaunchParameters]], known: dict) -> str:
+    """Source text of the package's table: `known`, a table, with the chosen entries of one device kind."""
+    made = {name: {r: dict(entries) for r, entries in kinds.items()} for name, kinds in known.items()}
     for recurrence, entries in chosen.items():
-        lines.append(f'        "{recurrence}": {{')
-        for key, parameters in entries.items():
-            body = ", ".join(f'"{name}": {value}' for name, value in changed(parameters).items())
-            lines.append(f"            {key}: {{{body}}},")
-        lines.append("        },")
-    return "\n".join([*lines, "    },", "}", ""])
+        fields = {key: changed(parameters) for key, parameters in entries.items()}
+        made.setdefault(kind, {}).setdefault(recurrence, {}).update(fields)
+    lines = [f"{HEAD}{{"]
+    for name, recurrences in sorted(made.items()):
+        lines.append(f'    "{name}": {{')
+        for recurrence, entries in sorted(recurrences.items()):
+            lines.append(f'        "{recurrence}": {{')
+            for key, parameters in sorted(entries.items()):
+                body = ", ".join(f'"{field}": {value}' for field, value in parameters.items())
+                lines.append(f"            {key}: {{{body}}},")
+            lines.append("        },")
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
 
 
 def main() -> None:
@@ -111,7 +120,7 @@ def main() -> None:
     if sys.argv[1:] == ["--table"]:
         result = json.loads(OUT.read_text())
         kind = result["device"].removeprefix("gpu ").split(",")[0]
-        TABLE.write_text(table(kind, choose(result["records"])))
+        TABLE.write_text(table(kind, choose(result["records"]), launch_table.TABLE))
         return
     options = parser().parse_args()
     listed = [

@@ -13,7 +13,7 @@ TABLE = {
         "mamba2": {
             (2, 8): {"ctas": 264, "stages": 2, "granule": 4},
             (4, 1): {"ctas": 132, "stages": 4, "beside": 1, "claims": True},
-            (4, 8): {"ctas": 264, "stages": 2},
+            (4, 8): {"ctas": 264, "stages": 2, "granule": 4},
         },
     },
 }

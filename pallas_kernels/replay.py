@@ -289,6 +289,9 @@ class _Call:
             return
         if operands.copy:
             operands = dataclasses.replace(operands, state=operands.copy[0])
+        if self.alone() and not rule.apart:
+            # A claim takes longer than a CTA's few tiles, unless coefficients hide it.
+            parameters = dataclasses.replace(parameters, claims=False)
         options = {"beside": beside, "before": before, "interpret": interpret}
         stream_window(rule, self.geometry, operands, parameters, **options)
 

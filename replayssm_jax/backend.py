@@ -56,13 +56,16 @@ def default_method(model: Any, rows: int) -> DecodingConfig:
 
 
 def eager_is_sooner(spec: Any, rows: int) -> bool:
-    """Whether an eager step of a layer (recurrence, heads, head_dim) takes less time than a replay step.
+    """Whether an eager step of a layer (recurrence, groups, heads, head_dim) takes less time than a replay
+    step.
 
-    Measured on one H200 at 1 to 16 rows (`bench.kernel_decode`): Mamba-2's methods cross between 512 and 960
-    tiles of 64 state rows; Gated DeltaNet's beyond 1,024, since replay first computes a group's coefficients.
+    Measured on one H200 at 1 to 16 rows (`bench.kernel_decode`): the methods cross between 512 and 960 tiles
+    of 64 state rows; beyond 1,024 where a group of Gated DeltaNet has so few tiles that its coefficients take
+    longer.
     """
     tiles = rows * spec.heads * spec.head_dim // 64
-    return tiles < (800 if spec.recurrence == "mamba2" else 1500)
+    few_a_group = spec.recurrence == "gated_delta" and tiles <= 4 * rows * spec.groups
+    return tiles < (1500 if few_a_group else 800)
 
 
 def device_refusal() -> str | None:

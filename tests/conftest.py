@@ -7,8 +7,6 @@ compile with little of it. JAX_DISABLE_MOST_OPTIMIZATIONS=0 asks for all of it, 
 import gc
 import os
 
-import os
-
 import jax
 from hypothesis import settings
 from jaxtyping import install_import_hook

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from bench import kernel_sweep
-from pallas_kernels import launch
+from pallas_kernels import launch, launch_table
 from pallas_kernels.launch import LaunchParameters
 
 ONE, TWO, WIDE = LaunchParameters(132, 4, beside=1), LaunchParameters(132, 4), LaunchParameters(264, 2)
@@ -37,9 +37,12 @@ def test_an_entry_is_never_much_slower_than_a_shape_s_fastest():
     records += swept({WIDE: 1.0, TWO: 2.0}, phases="synchronised")
     chosen = kernel_sweep.choose(records)
     assert chosen == {"gated_delta": {(2, 8): WIDE}, "mamba2": {(4, 8): TWO}}
+    known = {"chip": {"mamba2": {(2, 8): {"ctas": 7, "stages": 1}}}, "other": {}}
     space: dict = {}
-    exec(kernel_sweep.table("chip", chosen), space)
+    exec(kernel_sweep.table("chip", chosen, known), space)
     assert LaunchParameters(**space["TABLE"]["chip"]["mamba2"][4, 8]) == TWO
+    assert LaunchParameters(**space["TABLE"]["chip"]["mamba2"][2, 8]) == LaunchParameters(7, 1)
+    assert space["TABLE"]["other"] == {}
 
 
 def test_a_window_is_served_by_the_smallest_entry_that_covers_it():
@@ -49,7 +52,8 @@ def test_a_window_is_served_by_the_smallest_entry_that_covers_it():
 
 def test_the_package_has_the_table_of_the_committed_sweep():
     result = json.loads(kernel_sweep.OUT.read_text())
-    text = kernel_sweep.table("NVIDIA H200", kernel_sweep.choose(result["records"]))
+    chosen = kernel_sweep.choose(result["records"])
+    text = kernel_sweep.table("NVIDIA H200", chosen, launch_table.TABLE)
     assert kernel_sweep.TABLE.read_text() == text
 
 
