@@ -101,6 +101,21 @@ def test_step_with_a_half_width_state(name, state, bound):
     assert cases.error(checkpoint[flush], folded[flush]) < bound
 
 
+@pytest.mark.parametrize("flushing", [[3, 11], range(2, 30)], ids=["few", "many"])
+@pytest.mark.parametrize("name", ["super", "q122"])
+def test_rows_of_a_half_width_state_flush_in_the_kernel_of_the_window(name, flushing):
+    case = draw(name, 1, batch=32, state=jnp.bfloat16)
+    flush = np.isin(np.arange(32), flushing)
+    plan = launch.plan(jnp.asarray(flush), case.start, case.length)
+    parameters = launch.LaunchParameters(132, 4, beside=1, claims=True)
+    step = jax.jit(functools.partial(case.kernels.step, parameters=parameters))
+    outputs, checkpoint, _ = step(*case.arguments()[:5], plan)
+    wanted, folded = cases.truth(case)
+    assert cases.error(outputs[~flush], wanted[~flush]) < 1e-6
+    assert cases.error(outputs[flush], wanted[flush]) < 4e-3
+    assert cases.error(checkpoint[flush], folded[flush]) < 4e-3
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_eager_step_is_the_float64_loop(name):
     case = draw(name, 1, buffer_length=1)
