@@ -322,7 +322,11 @@ def cells_inside(results: Results) -> Answer | None:
         inside = {label: drift_report.inside(records, record) for label, record in runs.items()}
         found, asked = inside[drift_report.STOCHASTIC]
         if asked:
-            parts.append(f"{model}: {found} of {asked} (shared NVFP4: {inside[drift_report.SHARED][0]})")
+            few, _ = drift_report.inside(records, runs[drift_report.STOCHASTIC], drift_report.FEW)
+            parts.append(
+                f"{model}: {found} of {asked}, {few} by intervals of {drift_report.FEW} answers "
+                f"(shared NVFP4: {inside[drift_report.SHARED][0]})"
+            )
             files.append(name)
     if not parts:
         return None

@@ -15,12 +15,14 @@ import numpy as np
 
 from bench import e2e_report
 from bench.drift_models import CONTEXT
+from bench.drift_tasks import TASKS
 from bench.kernel_report import rows_of_table
 from bench.plots import figure
 
 FP32, SHARED, SEPARATE = "FP32", "shared NVFP4, nearest", "NVFP4 read, FP32"
 STOCHASTIC = "NVFP4 read, FP8 stochastic"
 SHARED_STOCHASTIC = "shared NVFP4, stochastic"
+FEW = 198  # questions of GPQA-Diamond, by which the authors judge
 LINES = {
     SHARED: ("#c0392b", "o-"),
     SHARED_STOCHASTIC: ("#c0392b", "s:"),
@@ -33,7 +35,7 @@ LINES = {
 }
 
 
-def interval(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
+def interval(right: float, asked: float, z: float = 1.96) -> tuple[float, float]:
     """Wilson's interval of a share, 95 % for the default z."""
     if not asked:
         return 0.0, 1.0
@@ -54,14 +56,18 @@ def plain(record: dict, field: str) -> np.ndarray:
     return np.asarray(rows, np.float64)
 
 
-def inside(records: list[dict], record: dict) -> tuple[int, int]:
-    """Cells in which a configuration lies inside the FP32 run's interval, and cells that were asked."""
+def inside(records: list[dict], record: dict, most: float = math.inf) -> tuple[int, int]:
+    """Cells in which a configuration lies inside the FP32 run's interval, and cells that were asked.
+
+    most: answers that an interval counts at most, which makes it as wide as that of a smaller test.
+    """
     truth = pick(records, model=record["model"], buffer_length=record["buffer_length"], configuration=FP32)
     assert truth is not None, "the records lack the FP32 run"
     found = asked = 0
     for ours, theirs in zip(_cells(record), _cells(truth), strict=True):
         if theirs[1]:
-            low, high = interval(*theirs)
+            counted = min(theirs[1], most)
+            low, high = interval(theirs[0] * counted / theirs[1], counted)
             asked, found = asked + 1, found + (low <= ours[0] / ours[1] <= high)
     return found, asked
 
@@ -112,8 +118,8 @@ def _early(record: dict) -> float:
     return float(np.sum(kl[trained] * spans[trained]) / np.sum(spans[trained]))
 
 
-def _inside(records: list[dict], record: dict) -> str:
-    found, asked = inside(records, record)
+def _inside(records: list[dict], record: dict, most: float = math.inf) -> str:
+    found, asked = inside(records, record, most)
     return f"{found} of {asked}" if asked else "-"
 
 
@@ -125,9 +131,9 @@ def _columns(records: list[dict], record: dict) -> list[str]:
 
 def by_length(records: list[dict]) -> str:
     """Shared NVFP4 and NVFP4 reads by model and L: KL up to the trained context and at the end, its growth,
-    and cells."""
+    and cells, at last inside intervals of FEW answers."""
     header = ["model", "L", "tokens", "KL: shared", "separate", "at the end: shared", "separate", "ratio"]
-    header += ["slope: shared", "separate", "cells: shared", "separate, FP8"]
+    header += ["slope: shared", "separate", "cells: shared", "separate, FP8", f"by {FEW} answers"]
     rows = []
     for model, length in _runs(records):
         same = {"model": model, "buffer_length": length}
@@ -141,8 +147,22 @@ def by_length(records: list[dict]) -> str:
         ratio = ends[0] / ends[1]
         row.append(f"{ratio:.0f}" if ratio > 10 else f"{ratio:.1f}")
         row += ["{:+.2f} ± {:.2f}".format(*slope(run)) for run in (shared, separate)]
-        rows.append([*row, *(_inside(records, run) for run in (shared, stochastic))])
+        row += [_inside(records, run) for run in (shared, stochastic)]
+        rows.append([*row, _inside(records, stochastic, FEW)])
     return rows_of_table(header, rows)
+
+
+def by_task(records: list[dict], length: int = 16) -> str:
+    """Shares of right answers over all positions, task by task, the models side by side."""
+    models, header, columns = _models(records, length), ["task"], []
+    for model in models:
+        for name in (FP32, SHARED, SHARED_STOCHASTIC, SEPARATE, STOCHASTIC):
+            record = pick(records, model=model, buffer_length=length, configuration=name)
+            if record is not None:
+                header.append(f"`{model}`: {name}" if name == FP32 else name)
+                right, asked = np.asarray(record["cells"]).sum(axis=1).T
+                columns.append([f"{100 * share:.1f} %" for share in right / np.maximum(asked, 1)])
+    return rows_of_table(header, [[task.name, *row] for task, *row in zip(TASKS, *columns, strict=False)])
 
 
 def by_memory(records: list[dict], lengths: Collection[int]) -> str:
@@ -188,6 +208,7 @@ def tables(records: list[dict], lengths: Collection[int] = (16,)) -> dict[str, s
         return {}
     return {
         "precision": headline(records),
+        "precision-by-task": by_task(records),
         "precision-by-length": by_length(records),
         "precision-by-memory": by_memory(records, lengths),
     }

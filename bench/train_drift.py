@@ -6,7 +6,7 @@
 Every row of a batch walks through a text or a stream of tasks (bench/drift_tasks.py) in windows of CONTEXT
 bytes. Gradients stay inside a window, the state goes on into the next one, and after eight windows on average
 the row begins elsewhere from an empty state: so the model knows states of far more than CONTEXT tokens. The
-rate of AdamW is a cosine over --seconds of training on the device, and ends after --wall seconds at the
+rate is a cosine over --seconds of training on the device, and ends after --wall seconds at the
 latest. Training runs in dispatches of about two seconds, each under the lock of --lock where processes share
 a device. Weights are stored about every 20 seconds, rounded (bench/drift_models.py).
 

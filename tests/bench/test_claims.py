@@ -134,7 +134,7 @@ FIGURES = {
     "C11": "KL of m at 4,096 tokens 0.3 falls to 0.01 (30x)",
     "C12": "KL of m at 4,096 tokens 0.3 falls to 0.01 (30x)",
     "C13": "right answers of m: FP32 50.0 %, shared NVFP4, nearest 20.0 %, NVFP4 read, FP8 stochastic 49.0 %",
-    "C14": "NVFP4 read + FP8 stochastic inside in m: 1 of 1 (shared NVFP4: 0)",
+    "C14": "NVFP4 read + FP8 stochastic inside in m: 1 of 1, 1 by intervals of 198 answers (shared NVFP4: 0)",
     "C15": "trained: 1.0 to 10.0 % of reads add less than bfloat16 shows, 0.2 % at most are exactly 0; "
     "a layer's step (super, batch 256) takes 300 us, with exact skips 306 us where no head forgets and "
     "250 us where half do",

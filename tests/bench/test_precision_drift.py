@@ -16,7 +16,7 @@ from bench.drift_layers import (
     simulated_layers,
     window_segment,
 )
-from bench.drift_report import headline, inside, interval, slope
+from bench.drift_report import by_task, headline, inside, interval, slope
 from bench.drift_streams import cells
 from bench.drift_tasks import INTERVALS, TASKS, answers, task_stream
 from replayssm_jax import materialize, prefill
@@ -234,9 +234,11 @@ def test_report_counts_cells_inside_the_interval():
     truth = same | fields | {"configuration": "FP32", "cells": [[[40, 50], [10, 50]]]}
     other = same | fields | {"configuration": "shared NVFP4, nearest", "cells": [[[38, 50], [30, 50]]]}
     assert inside([truth, other], other) == (1, 2)
+    assert inside([truth, other], other, most=5) == (2, 2)  # 1 of 5: 0.036 to 0.624
     mean, error = slope(other)
     assert abs(mean - np.log(2.0)) < 1e-6 and error < 1e-6
     assert "1 of 2" in headline([truth, other])
+    assert "| 50.0 % | 68.0 % |" in by_task([truth, other])
 
 
 @pytest.mark.slow
