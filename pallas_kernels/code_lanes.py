@@ -6,7 +6,8 @@ A program written against `CodeLanes` also runs on the NumPy lanes of the tests.
 from typing import Any
 
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_kernels.lanes import Lanes, Number, _f32, _i32, _item, _vector
 
@@ -100,6 +101,75 @@ class CodeLanes(Lanes):
     def bit(self, word: Any, place: int) -> Any:
         """One bit of a word, 0 or 1."""
         return self.shifted(word, self.lane * 0 + place) & 1
+
+    def moved(self, word: Any, count: int) -> Any:
+        """word << count, or word >> -count with zeros from above."""
+        places = arith.constant(_i32(), abs(count))
+        return type(word)((arith.shli if count > 0 else arith.shrui)(word.raw, places))
+
+    def masked(self, word: Any, mask: int) -> Any:
+        """word & mask."""
+        return word & (mask - (1 << 32) if mask >> 31 else mask)
+
+    def shifted_by(self, word: Any, count: int) -> Any:
+        """word >> count, zeros from above."""
+        return self.moved(word, -count)
+
+    def shifted_left(self, word: Any, count: Any) -> Any:
+        """word << count."""
+        return type(word)(arith.shli(word.raw, count.raw))
+
+    def negated(self, condition: Any) -> Any:
+        """Whether the condition does not hold."""
+        return type(condition)(arith.xori(condition.raw, arith.constant(condition.raw.type, 1)))
+
+    def smaller(self, a: Any, b: Any) -> Any:
+        """The smaller of two integers."""
+        return type(a)(arith.minsi(a.raw, b.raw))
+
+    def magnitude(self, x: Any) -> Any:
+        """|x|."""
+        return type(x)(mlir_math.absf(x.raw))
+
+    def reciprocal(self, x: Any) -> Any:
+        """About 1 / x, off by a unit in the last place at most."""
+        return type(x)(llvm.inline_asm(_f32(), [x.raw], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
+
+    def any(self, condition: Any) -> Any:
+        """Whether the condition holds in any lane of the warp."""
+        text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
+        word: Any = llvm.inline_asm(_i32(), [condition.raw], text, "=r,b", has_side_effects=True)
+        return self.equal(type(condition)(word), 1)
+
+    def when(self, condition: Any, yes: Any, no: Any) -> None:
+        """Calls yes() or no() in the program, whichever the condition says."""
+        chosen = scf.IfOp(condition.raw, has_else=True)
+        for block, call in ((chosen.then_block, yes), (chosen.else_block, no)):
+            with ir.InsertionPoint(block):
+                call()
+                scf.yield_([])
+
+    def choose(self, condition: Any, count: int, yes: Any, no: Any) -> list:
+        """yes() or no(), lists of `count` integers: which, the condition says; only that is computed."""
+        chosen = scf.IfOp(condition.raw, [_i32()] * count, has_else=True)
+        for block, call in ((chosen.then_block, yes), (chosen.else_block, no)):
+            with ir.InsertionPoint(block):
+                scf.yield_([x.raw for x in call()])
+        return [Number(x) for x in chosen.results]
+
+    def e4m3_codes(self, four: list) -> Any:
+        """The E4M3 codes of four float32, rounded to nearest even, in one word."""
+        text = (
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+            "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+        )
+        return Number(llvm.inline_asm(_i32(), [x.raw for x in four], text, "=r,f,f,f,f"))
+
+    def half_reals(self, word: Any) -> list:
+        """Two float16 as float32."""
+        halves = self._utils.bitcast(word.raw, ir.VectorType.get((2,), ir.F16Type.get()))
+        both = arith.extf(ir.VectorType.get((2,), _f32()), halves)
+        return [Number(_item(both, i)) for i in range(2)]
 
     def above(self, a: Any, b: Any) -> Any:
         """Whether a > b, of float32."""

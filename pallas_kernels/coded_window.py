@@ -1,8 +1,8 @@
 """The window kernel on a coded copy of the state: E4M3, or E2M1 with block scales.
 
 Outputs are those of `window.py`. A copy has a fourth or an eighth of a float32 state's bytes, so here what
-counts is work a tile: one warpgroup computes coefficients and issues all copies, several tiles a step; the
-others read tiles, each warp its own, and no two warps ever wait for each other.
+counts is work a tile: one warpgroup issues all copies, several tiles a step, one computes coefficients, the
+others read tiles, each warp its own, and no two warps of them ever wait for each other.
 """
 
 import types
@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import coded, numerics
+from pallas_kernels.coded_copies import Copies, aligned_head, landing_barriers
 from pallas_kernels.fold import claim
 from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
 from pallas_kernels.pipeline import (
@@ -23,10 +24,12 @@ from pallas_kernels.pipeline import (
     Operands,
     Recurrence,
     fit,
-    granule_live,
     pin_plain,
     shared_bytes,
 )
+
+# A chunk is announced while the tiles of up to three before it are read.
+ANNOUNCED = 4
 
 
 class Chunk(NamedTuple):
@@ -71,7 +74,6 @@ def stream_coded_window(
     span = max(n for n in range(1, group_steps + 1) if group_steps % n == 0 and (n == 1 or n * size <= 8))
     claims = launch.claims
     row_steps = groups * group_steps
-    granule, granules = launch.granule, ring // launch.granule
     has_constants = operands.constants is not None
     shared = recurrence.shared_reader
     exact = fused and jnp.dtype(operands.new_keys.dtype) == jnp.dtype(operands.reader.dtype) == jnp.bfloat16
@@ -80,7 +82,10 @@ def stream_coded_window(
     parts = coded.reader_parts(operands.reader.dtype if shared else jnp.float32)
     readers = coded.Readers(tokens, parts)
     workers = launch.workers
-    program = coded.Step(codes, readers, geo, size, 4 * workers, weight_heads, shared)
+    # Workers that read the tiles of a step together; steps go round the teams.
+    team = max(n for n in range(1, workers + 1) if workers % n == 0 and (n == 1 or 4 * n <= size))
+    teams = workers // team
+    program = coded.Step(codes, readers, geo, size, 4 * team, weight_heads, shared)
     value_dtype = operands.new_values.dtype
     stored: tuple = operands.copy or (operands.state, operands.scale)
     extra = [x for x in (operands.scale, *operands.copy, operands.words) if x is not None]
@@ -95,13 +100,15 @@ def stream_coded_window(
 
     reader_heads = 1 if shared else geo.group_heads
     scratch = {
-        "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
-        "reader": plgpu.SMEM((tokens, geo.d_state), operands.reader.dtype),
+        "keys": plgpu.SMEM((2, geo.slots, geo.d_state), operands.new_keys.dtype),
+        "reader": plgpu.SMEM((2, tokens, geo.d_state), operands.reader.dtype),
         "scalars": tuple(
-            plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
+            plgpu.SMEM((2, geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
         ),
-        "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
-        "constants": plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
+        "row_scalars": tuple(
+            plgpu.SMEM((2, tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)
+        ),
+        "constants": plgpu.SMEM((2, recurrence.head_constants, geo.head_slots), jnp.float32)
         if has_constants
         else None,
         "readers": None if shared else plgpu.SMEM((tokens, geo.group_heads, geo.d_state), jnp.float32),
@@ -111,13 +118,12 @@ def stream_coded_window(
             (2, reader_heads, readers.vectors, geo.d_state), jnp.float16 if fused else jnp.float32
         ),
         "factors": plgpu.SMEM((2, reader_heads, tokens), jnp.float32),
-        "sums": plgpu.SMEM((4 * workers, tokens, TILE), jnp.float32),
+        "sums": plgpu.SMEM((teams, 4 * team, tokens, TILE), jnp.float32),
         "extra": recurrence.scratch(plgpu, geo, exact),
-        "group_barrier": plgpu.Barrier(
-            num_arrivals=granules + 2 + 3 * recurrence.scalars + (1 if has_constants else 0)
-        ),
-        "chunks": plgpu.SMEM((2, len(Chunk._fields)), jnp.int32),
+        "chunks": plgpu.SMEM((ANNOUNCED, len(Chunk._fields)), jnp.int32),
         "ticket": plgpu.SMEM((128,), jnp.int32),
+        "known": plgpu.Barrier(num_arrivals=1, num_barriers=ANNOUNCED),
+        "used": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "ready": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "free": plgpu.Barrier(num_arrivals=workers, num_barriers=2),
     }
@@ -131,9 +137,10 @@ def stream_coded_window(
     if not claims:
         scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
     scratch |= staged(stages)
-    step_copies = 3 + codes.scaled + granules
-    scratch["landed"] = plgpu.Barrier(num_arrivals=step_copies, num_barriers=stages)
-    scratch["emptied"] = plgpu.Barrier(num_arrivals=workers, num_barriers=stages)
+    scratch |= landing_barriers(
+        plgpu, recurrence, stages, scaled=codes.scaled, constants=has_constants, fused=fused
+    )
+    scratch["emptied"] = plgpu.Barrier(num_arrivals=team, num_barriers=stages)
 
     arguments = [
         operands.out,
@@ -154,24 +161,20 @@ def stream_coded_window(
     def body(*refs: Any, **buffers: Any) -> None:
         smem = types.SimpleNamespace(**buffers)
         by_operand = dict(zip(map(id, arguments), refs, strict=True))
-        codes_in, row_scales_in, *block_scales_in = (by_operand[id(part)] for part in stored)
-        out, _, values_ring, keys_ring, *rest = refs[: len(refs) - len(extra)]
-        scalar_rings, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
-        values_in, keys_in, *rest = rest
-        scalars_in, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
-        reader_in, cursor_in, counts_in, *constants_in = rest
+
+        def ref_of(operand: Any) -> Any:
+            return None if operand is None else by_operand[id(operand)]
+
+        names = ("codes", "row_scales", "scales")
+        source = dict(zip(names, map(ref_of, (*stored, None)), strict=False))
+        tokens_of = ("values", "keys", "scalars", "new_values", "new_keys", "new_scalars")
+        for name in (*tokens_of, "reader", "constants"):
+            source[name] = jax.tree.map(ref_of, getattr(operands, name))
+        copies = Copies(plgpu, geo, recurrence, size, smem, types.SimpleNamespace(**source), fused)
+        cursor_in, counts_in = ref_of(operands.cursor), ref_of(operands.counts)
         if fused:
-            others = (
-                "cursor",
-                "chunks",
-                "beside",
-                "group_barrier",
-                "cursor_barrier",
-                "ready",
-                "free",
-                "landed",
-                "emptied",
-            )
+            others = {"cursor", "chunks", "beside", "cursor_barrier", "known", "used", "ready", "free"}
+            others.add("emptied")
             plain = {name: buffer for name, buffer in buffers.items() if name not in others}
             pin_plain(plgpu, jax.tree.leaves(plain))
 
@@ -182,7 +185,6 @@ def stream_coded_window(
         whole = jnp.maximum(all_groups - ctas, 0)
         tickets = whole + (all_groups - whole) * (group_steps // span)
         first_row = jnp.minimum(lax.div(begin, row_steps), geo.batch - listed)
-        fresh = pl.ds(ring, tokens)
 
         def chunk_of(ticket: jax.Array) -> Chunk:
             small = ticket - whole
@@ -203,90 +205,65 @@ def stream_coded_window(
             group, step = lax.div(within, group_steps), lax.rem(within, group_steps)
             return Chunk(first, row, start, length, group, step * size, count)
 
-        def aligned_head(group: jax.Array) -> jax.Array:
-            return lax.div(group * geo.group_heads, 4) * 4
-
-        def skip(wanted: jax.Array, index: jax.Array, beyond: int) -> jax.Array:
-            # A leading index out of range makes the copy engine write zeros without reading memory.
-            return index if interpret is not None else jnp.where(wanted, index, beyond)
-
-        def ring_copies(chunk: Chunk, copy: Callable[[jax.Array, Any], None]) -> None:
-            """copy(index of the row's group or one beyond, slots) of every granule of the ring."""
-            block = chunk.row * groups + chunk.group
-            for g in range(granules):
-                live = granule_live(g * granule, granule, chunk.start, chunk.length, ring)
-                copy(skip(live, block, geo.batch * groups), pl.ds(g * granule, granule))
-
-        def issue_step(chunk: Chunk, offset: jax.Array, stage: jax.Array) -> None:
-            block, tile = chunk.row * groups + chunk.group, chunk.tile + offset * size
-            these, source = pl.ds(tile, size), pl.ds(block * tiles + tile, size)
-            barrier, values = smem.landed.at[stage], smem.values.at[stage]
-            plgpu.copy_gmem_to_smem(codes_in.at[source], smem.codes.at[stage], barrier)
-            if codes.scaled:
-                plgpu.copy_gmem_to_smem(block_scales_in[0].at[source], smem.scales.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(row_scales_in.at[source], smem.row_scales.at[stage], barrier)
-            ring_copies(
-                chunk,
-                lambda block, slots: plgpu.copy_gmem_to_smem(
-                    values_ring.at[block, slots, these], values.at[slots], barrier
-                ),
-            )
-            plgpu.copy_gmem_to_smem(values_in.at[block, :, these], values.at[fresh], barrier)
-
-        def issue_group(chunk: Chunk) -> None:
-            row, group = chunk.row, chunk.group
-            block = row * groups + group
-            heads = pl.ds(aligned_head(group), geo.head_slots)
-
-            def load(source: Any, target: Any) -> None:
-                plgpu.copy_gmem_to_smem(source, target, smem.group_barrier)
-
-            ring_copies(chunk, lambda source, slots: load(keys_ring.at[source, slots], smem.keys.at[slots]))
-            load(keys_in.at[block], smem.keys.at[fresh])
-            load(reader_in.at[block], smem.reader)
-            for source, new, target in zip(scalar_rings, scalars_in, smem.scalars, strict=True):
-                load(source.at[row, :, heads], target.at[pl.ds(0, ring)])
-                load(new.at[row, :, heads], target.at[fresh])
-            all_heads = skip(group == 0, row, geo.batch)
-            for new, target in zip(scalars_in, smem.row_scalars, strict=True):
-                load(new.at[all_heads], target)
-            if has_constants:
-                load(constants_in[0].at[:, heads], smem.constants)
-
-        def append(chunk: Chunk) -> None:
+        def append(chunk: Chunk, half: jax.Array) -> None:
             block = chunk.row * groups + chunk.group
             for t in range(tokens):
                 slot = lax.rem(chunk.start + chunk.length + t, ring)
                 plgpu.copy_smem_to_gmem(
-                    smem.keys.at[pl.ds(ring + t, 1)],
-                    keys_ring.at[block, pl.ds(slot, 1)],
+                    smem.keys.at[half, pl.ds(ring + t, 1)],
+                    copies.source.keys.at[block, pl.ds(slot, 1)],
                     commit_group=False,
                 )
 
                 @pl.when(chunk.group == 0)
                 def _(t=t, slot=slot):
                     # A whole row of heads at once: partial sectors cost a read before the write.
-                    for target, source in zip(scalar_rings, smem.row_scalars, strict=True):
-                        plgpu.copy_smem_to_gmem(source.at[t], target.at[chunk.row, slot], commit_group=False)
+                    for target, source in zip(copies.source.scalars, smem.row_scalars, strict=True):
+                        plgpu.copy_smem_to_gmem(
+                            source.at[half, t], target.at[chunk.row, slot], commit_group=False
+                        )
 
             plgpu.commit_smem_to_gmem_group()
 
-        def publish(chunk: Chunk, half: jax.Array) -> None:
+        def announce(chunk: Chunk, number: jax.Array) -> None:
+            """Tells what chunk `number` is, and begins to copy what its coefficients need."""
+            place, half = lax.rem(number, ANNOUNCED), lax.rem(number, 2)
+            wait(smem.used, 2, number - 2)
             for i, field in enumerate(chunk):
-                smem.chunks[half, i] = field
+                smem.chunks[place, i] = field
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem.known.at[place])
 
-        def published(number: jax.Array) -> Chunk:
-            half = lax.rem(number, 2)
-            plgpu.barrier_wait(smem.ready.at[half])
-            return Chunk(*(smem.chunks[half, i] for i in range(len(Chunk._fields))))
+            @pl.when(chunk.count > 0)
+            def _():
+                copies.group(chunk, half)
 
-        def prepare(chunk: Chunk, half: jax.Array) -> None:
+        def chunk_number(number: jax.Array, barrier: Any) -> Chunk:
+            """What was announced, once the barrier says that it may be read."""
+            plgpu.barrier_wait(barrier)
+            return Chunk(*(smem.chunks[lax.rem(number, ANNOUNCED), i] for i in range(len(Chunk._fields))))
+
+        def wait(barriers: Any, count: int, number: jax.Array) -> None:
+            """Until the use before of what `number` (no earlier than 0) takes its turn on is over."""
+
+            @pl.when(number >= 0)
+            def _():
+                plgpu.barrier_wait(barriers.at[lax.rem(number, count)])
+
+        def first_head(chunk: Chunk) -> jax.Array:
+            """Place of the group's first head among the scalars that were copied."""
+            return chunk.group * geo.group_heads - aligned_head(geo, chunk.group)
+
+        def prepare(chunk: Chunk, number: jax.Array) -> None:
             """What the tiles of a chunk need."""
-            plgpu.barrier_wait(smem.group_barrier)
+            half = lax.rem(number, 2)
+            copies.wait(smem.group_landed, 2, number)
+            # Threads copied what the copy engine appends to the ring.
+            plgpu.commit_smem()
 
             @pl.when(chunk.tile == 0)
             def _():
-                append(chunk)
+                append(chunk, half)
 
             recurrence.coefficients(
                 Group(
@@ -296,11 +273,11 @@ def stream_coded_window(
                     exact=exact,
                     start=chunk.start,
                     length=chunk.length,
-                    offset=chunk.group * geo.group_heads - aligned_head(chunk.group),
-                    keys=smem.keys,
-                    reader=smem.reader,
-                    scalars=smem.scalars,
-                    constants=smem.constants,
+                    offset=first_head(chunk),
+                    keys=smem.keys.at[half],
+                    reader=smem.reader.at[half],
+                    scalars=tuple(scalars.at[half] for scalars in smem.scalars),
+                    constants=smem.constants.at[half] if has_constants else None,
                     weights=smem.weights.at[half],
                     scale=smem.scale.at[half] if shared else None,
                     readers=smem.readers,
@@ -309,14 +286,37 @@ def stream_coded_window(
             )
             if not shared:
                 plgpu.commit_smem()
-            source = smem.reader if shared else smem.readers
+            source = smem.reader.at[half] if shared else smem.readers
             pack = _pack if fused else _plain_pack
             pack(plgpu, program, source, smem.packed.at[half], smem.factors.at[half])
             plgpu.commit_smem()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def serve_groups() -> None:
-            """Coefficients of all chunks, up to two ahead of the tiles, and all copies."""
+            """Coefficients of all chunks, up to two ahead of the tiles."""
+
+            def at(number: jax.Array) -> Chunk:
+                return chunk_number(number, smem.known.at[lax.rem(number, ANNOUNCED)])
+
+            def one(carry: tuple) -> tuple:
+                number, chunk = carry
+                half = lax.rem(number, 2)
+                wait(smem.free, 2, number - 2)
+                prepare(chunk, number)
+                plgpu.barrier_arrive(smem.used.at[half])
+                plgpu.barrier_arrive(smem.ready.at[half])
+                return number + 1, at(number + 1)
+
+            zero = jnp.int32(0)
+            number, _ = lax.while_loop(lambda carry: carry[1].count > 0, one, (zero, at(zero)))
+            wait(smem.free, 2, number - 2)
+            plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
+            wait(smem.free, 2, number - 1)
+            plgpu.wait_smem_to_gmem(0)
+
+        def serve_copies() -> None:
+            """All copies to shared memory."""
+            copies.begin()
             if claims:
                 first, second = chunk_of(cta), chunk_of(cta + ctas)
             else:
@@ -325,45 +325,24 @@ def stream_coded_window(
                 plgpu.barrier_wait(smem.cursor_barrier)
                 first = chunk_at(begin)
                 second = chunk_at(first.ticket + first.count)
-
-            def wait(barriers: Any, count: int, number: jax.Array) -> None:
-                """Until the use before of what `number` (no earlier than 0) takes its turn on is over."""
-
-                @pl.when(number >= 0)
-                def _():
-                    plgpu.barrier_wait(barriers.at[lax.rem(number, count)])
-
-            def issue(chunk: Chunk, done: jax.Array, low: jax.Array, high: jax.Array) -> None:
-                def one(n: jax.Array, carry: None) -> None:
-                    wait(smem.emptied, stages, n - stages)
-                    issue_step(chunk, n - done, lax.rem(n, stages))
-                    return carry
-
-                lax.fori_loop(low, high, one, None)
-
-            ahead = jnp.minimum(first.count, stages)
+            zero = jnp.int32(0)
+            announce(first, zero)
 
             @pl.when(first.count > 0)
             def _():
-                issue_group(first)
-
-            issue(first, jnp.int32(0), jnp.int32(0), ahead)
+                announce(second, zero + 1)
 
             def one(carry: tuple) -> tuple:
-                number, done, issued, chunk, after = carry
-                half = lax.rem(number, 2)
+                number, done, chunk, after = carry
                 if claims and fused:
                     ticket = claim(plgpu, counts_in, tickets - 1)
-                wait(smem.free, 2, number - 2)
-                publish(chunk, half)
-                prepare(chunk, half)
-                plgpu.barrier_arrive(smem.ready.at[half])
 
-                @pl.when(after.count > 0)
-                def _():
-                    issue_group(after)
+                def issue(offset: jax.Array, carry: None) -> None:
+                    wait(smem.emptied, stages, done + offset - stages)
+                    copies.step(chunk, offset, lax.rem(done + offset, stages))
+                    return carry
 
-                issue(chunk, done, jnp.maximum(issued, done), done + chunk.count)
+                lax.fori_loop(0, chunk.count, issue, None)
                 if claims and fused:
                     smem.ticket[...] = ticket
                     plgpu.commit_smem()
@@ -372,28 +351,33 @@ def stream_coded_window(
                     following = chunk_of(after.ticket + ctas)
                 else:
                     following = chunk_at(after.ticket + after.count)
-                return number + 1, done + chunk.count, done + chunk.count, after, following
 
-            zero = jnp.int32(0)
-            opening: tuple = zero, zero, ahead, first, second
-            number, done, _, none, _ = lax.while_loop(lambda carry: carry[3].count > 0, one, opening)
-            wait(smem.free, 2, number - 2)
-            publish(none, lax.rem(number, 2))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
-            wait(smem.free, 2, number - 1)
+                @pl.when(after.count > 0)
+                def _():
+                    announce(following, number + 2)
+
+                return number + 1, done + chunk.count, after, following
+
+            number, done, *_ = lax.while_loop(
+                lambda carry: carry[2].count > 0, one, (zero, zero, first, second)
+            )
             for last in range(stages, 0, -1):
                 wait(smem.emptied, stages, done - last)
-            plgpu.wait_smem_to_gmem(0)
+            wait(smem.used, 2, number - 1)
 
         def serve_tiles(worker: int) -> None:
+            mine, part = divmod(worker, team)
+
+            def at(number: jax.Array) -> Chunk:
+                return chunk_number(number, smem.ready.at[lax.rem(number, 2)])
+
             def one(carry: tuple) -> tuple:
                 number, done, chunk = carry
                 half = lax.rem(number, 2)
 
-                def step(offset: jax.Array, carry: None) -> None:
+                def step(offset: jax.Array) -> None:
                     stage = lax.rem(done + offset, stages)
-                    plgpu.barrier_wait(smem.landed.at[stage])
+                    copies.wait(smem.landed, stages, done + offset)
                     chunk_buffers = {
                         "codes": smem.codes.at[stage],
                         "scales": smem.scales.at[stage] if codes.scaled else None,
@@ -403,13 +387,11 @@ def stream_coded_window(
                         "head_scale": smem.scale.at[half] if shared else None,
                         "packed": smem.packed.at[half],
                         "factors": smem.factors.at[half],
-                        "sums": smem.sums,
-                        "out": out,
-                        "ring": values_ring,
+                        "sums": smem.sums.at[mine],
+                        "out": ref_of(operands.out),
+                        "ring": copies.source.values,
                     }
-                    head = (
-                        jnp.int32(0) if compact else chunk.group * geo.group_heads - aligned_head(chunk.group)
-                    )
+                    head = jnp.int32(0) if compact else first_head(chunk)
                     cursors = (
                         chunk.row,
                         chunk.group,
@@ -419,18 +401,23 @@ def stream_coded_window(
                         head,
                     )
                     read = _read if fused else _plain_read
-                    read(plgpu, program, chunk_buffers, cursors, worker)
+                    read(plgpu, program, chunk_buffers, cursors, part)
                     plgpu.barrier_arrive(smem.emptied.at[stage])
+
+                first = lax.rem(mine - lax.rem(done, teams) + teams, teams)
+
+                def turn(i: jax.Array, carry: None) -> None:
+                    step(first + i * teams)
                     return carry
 
-                lax.fori_loop(0, chunk.count, step, None)
+                lax.fori_loop(0, lax.div(chunk.count - first + teams - 1, teams), turn, None)
                 plgpu.barrier_arrive(smem.free.at[half])
-                return number + 1, done + chunk.count, published(number + 1)
+                return number + 1, done + chunk.count, at(number + 1)
 
             zero = jnp.int32(0)
-            lax.while_loop(lambda carry: carry[2].count > 0, one, (zero, zero, published(zero)))
+            lax.while_loop(lambda carry: carry[2].count > 0, one, (zero, zero, at(zero)))
 
-        roles = [serve_groups]
+        roles = [serve_copies, serve_groups]
         roles += [lambda worker=worker: serve_tiles(worker) for worker in range(workers)]
         if beside is not None:
             rows = counts_in[1]
@@ -441,7 +428,7 @@ def stream_coded_window(
         for index, role in enumerate(roles):
             pl.when(lax.axis_index("warpgroup") == index)(role)
 
-    warpgroups = 1 + workers + (beside is not None)
+    warpgroups = 2 + workers + (beside is not None)
     kernel = plgpu.kernel(
         body,
         out_type=(),

@@ -124,3 +124,38 @@ class NewTokens(Fragments):
                 there = self._seen_from(n, odd, 0) & (column < self.first_reader + self.count)
                 row = ops.warp * BLOCK + self.row + 8 * half
                 ops.store(self.target, column - self.first_reader, row, [value], there)
+
+
+def write_single_output(
+    ops: Any, rows: list, call: tuple, target: Any, head: Any, factors: Callable, skip: Any
+) -> None:
+    """Stores the output of a call's only token, of a rule that does not read the key.
+
+    For one token sums in the lanes take fewer instructions than products of a tile in three parts. rows:
+    `blocks.tile_rows` of the tile; the rest as for `NewTokens`.
+    """
+    values, probes, scalars = call
+    row, quad = ops.lane // 4, ops.lane & 3
+    first = quad & 0
+    zero = ops.low(first)
+    sums, gram = [zero, zero], zero
+    for p, halves in enumerate(rows):
+        key, reader = (_reals(ops, probes, first + i, quad * 4, p * BLOCK) for i in range(2))
+        for k, z, *xs in zip(key, reader, *halves, strict=True):
+            gram = ops.fma(k, z, gram)
+            sums = [ops.fma(x, z, total) for x, total in zip(xs, sums, strict=True)]
+    gram, *sums = map(ops.quad_sum, (gram, *sums))
+    decay, rate = factors([ops.real(ref, first, head) for ref in scalars])
+    for half, total in enumerate(sums):
+        place = ops.warp * BLOCK + row + 8 * half
+        value = ops.real(values, first, place)
+        output = ops.fma(rate * value, gram, decay * total)
+        if skip is not None:
+            output = output + skip * value
+        ops.store(target, first, place, [output], ops.equal(quad, 0))
+
+
+def _reals(ops: Any, ref: Any, row: Any, column: Any, at: int) -> list:
+    """Four bfloat16 from a column on, as float32."""
+    pairs = ops.quad(ref, row, column, at)
+    return [half(pair) for pair in pairs for half in (ops.low, ops.high)]

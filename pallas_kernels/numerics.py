@@ -7,12 +7,14 @@ subnormal float32 numbers, which backends treat differently, do not occur, so al
 
 import dataclasses
 import struct
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
-_HASH_STEP = 0x9E3779B9  # 2^32 over the golden ratio
+HASH_STEP = 0x9E3779B9  # 2^32 over the golden ratio
 _MIX_FIRST = 0x21F0AAAD
 _MIX_SECOND = 0x735A2D97
 
@@ -90,11 +92,18 @@ def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
 
+def mixed(x: Any, shifted: Callable[[Any, int], Any]) -> Any:
+    """Mixes the bits of 32-bit `x` one to one (an xorshift-multiply with measured low avalanche bias).
+
+    shifted(x, n): x >> n, zeros from above.
+    """
+    x = (x ^ shifted(x, 16)) * _MIX_FIRST
+    x = (x ^ shifted(x, 15)) * _MIX_SECOND
+    return x ^ shifted(x, 15)
+
+
 def _mix(x: jax.Array) -> jax.Array:
-    """Mixes the bits of uint32 `x` one to one (an xorshift-multiply with measured low avalanche bias)."""
-    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(_MIX_FIRST)
-    x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(_MIX_SECOND)
-    return x ^ (x >> jnp.uint32(15))
+    return mixed(x, lambda x, count: x >> jnp.uint32(count))
 
 
 def _word(value: jax.Array | int) -> jax.Array:
@@ -113,7 +122,7 @@ def hash_uint32(*words: jax.Array | int) -> jax.Array:
     Returns:
       uint32 of the broadcast shape.
     """
-    return hash_on(jnp.uint32(_HASH_STEP), *words)
+    return hash_on(jnp.uint32(HASH_STEP), *words)
 
 
 def hash_on(state: jax.Array, *words: jax.Array | int) -> jax.Array:
@@ -121,7 +130,7 @@ def hash_on(state: jax.Array, *words: jax.Array | int) -> jax.Array:
     for value in words:
         word = _word(value)
         shape = jnp.broadcast_shapes(state.shape, word.shape)
-        state = _mix(jnp.broadcast_to(state, shape) ^ jnp.broadcast_to(word, shape)) + jnp.uint32(_HASH_STEP)
+        state = _mix(jnp.broadcast_to(state, shape) ^ jnp.broadcast_to(word, shape)) + jnp.uint32(HASH_STEP)
     return state
 
 

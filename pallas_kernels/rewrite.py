@@ -77,9 +77,11 @@ class Writer:
     d_state: int
     fused: bool
 
-    def random(self, hashed: jax.Array, first: jax.Array) -> jax.Array:
+    def random(self, hashed: jax.Array, first: jax.Array) -> Any:
         """Uniform words uint32 [64, K] of a tile whose first element has the place `first` in its row;
-        hashed: the words before."""
+        hashed: the words before. The lanes of a compiled kernel make them of these two."""
+        if self.fused:
+            return hashed.astype(jnp.int32), first
         shape = (TILE, self.d_state)
         row, column = (
             self.plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=self.layout) for axis in range(2)
@@ -106,6 +108,9 @@ class Writer:
             return (x,), x
         if format == "nvfp4" and self.fused:
             return (x,), None
+        if self.fused and (format == "fp8_e4m3" or random is not None):
+            *parts, kept = self._encoded_by_lanes(format, x, random)
+            return tuple(parts), kept
         if format in _NARROW:
             narrow, dtype = _NARROW[format]
             codes = numerics.encode_float(x, narrow, random).astype(jnp.uint16)
@@ -145,6 +150,53 @@ class Writer:
 
     def _wide(self, rows: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(rows, (TILE, self.d_state), (0,))
+
+    def _encoded_by_lanes(self, format: str, x: jax.Array, random: tuple | None) -> tuple:
+        """The arrays that are stored, and their value."""
+        from jax.experimental.mosaic.gpu import FragmentedArray, utils
+        from jaxlib.mlir import ir
+
+        from pallas_kernels.code_lanes import CodeLanes
+        from pallas_kernels.encoding import Words, encode_rows
+        from pallas_kernels.lanes import first_element, repack, unpack
+
+        plgpu, scaled = self.plgpu, format == "fp8_e4m3"
+        to, dtype = (numerics.E4M3, jnp.uint8) if scaled else _NARROW[format]
+        rows, scalar = self.layout.reduce(1), plgpu.Layout.WGMMA
+        empty = lax.broadcast_in_dim(jnp.float32(0), (TILE,), ())
+        kinds = {
+            "codes": plgpu.ShapeDtypeStruct(x.shape, dtype, layout=self.layout),
+            "kept": plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=self.layout),
+        }
+        if scaled:
+            kinds["scale"] = plgpu.ShapeDtypeStruct((TILE,), jnp.float32, layout=rows)
+        given = () if random is None else random
+
+        @plgpu.inline_mgpu(
+            arg_types=(self.layout, rows, (scalar,) * len(given)), return_type=tuple(kinds.values())
+        )
+        def encode(_, x, empty, given):
+            words = Words(*map(first_element, given)) if given else None
+            fours = unpack(x.registers.flat)
+            codes, values, scales = encode_rows(CodeLanes(), fours, self.d_state, to, words)
+            element = utils.dtype_to_ir_type(dtype)
+            stored, kept, scale = x.registers.copy(), x.registers.copy(), empty.registers.copy()
+            vector = ir.VectorType.get((4,), element)
+            stored.flat[:] = [utils.bitcast(one, vector) for one in repack(codes)]
+            kept.flat[:] = repack(values)
+            results = [
+                FragmentedArray(_registers=stored, _layout=x.layout, _is_signed=False if scaled else None),
+                FragmentedArray(_registers=kept, _layout=x.layout, _is_signed=None),
+            ]
+            if scaled:
+                kind = scale.flat[0].type
+                whole = isinstance(kind, ir.VectorType)
+                scale.flat[:] = repack([[x] for x in scales]) if whole else [x.raw for x in scales]
+                results.append(FragmentedArray(_registers=scale, _layout=empty.layout, _is_signed=None))
+            return tuple(results)
+
+        codes, kept, *scale = encode(x, plgpu.layout_cast(empty, rows), given)
+        return codes, *scale, kept
 
     def _write_nvfp4(self, x: jax.Array, refs: tuple) -> None:
         from pallas_kernels.code_lanes import CodeLanes

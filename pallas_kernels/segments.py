@@ -63,10 +63,12 @@ def decay_weights(ops: Any, geo: Geometry, refs: tuple, begin: Any, length: Any)
         place = ops.select(place < ring, place, place - ring)
         slots.append(ops.select(age < ring, place, age))
         committed.append(age < length)
+    rows = [[_product(ops, products, t, tokens, halves, slot) for slot in slots] for t in range(tokens)]
     for first in range(0, geo.head_slots, 16):
         column = ops.warp * 4 + first
         rates, skips = (ops.reals(constants, ops.lane * 0 + i, column) for i in range(2))
         steps = [ops.reals(dt_ref, slot, column) for slot in slots]
+        totals = [[] for _ in range(tokens)]
         for h in range(4):
             logs = [step[h] * rates[h] for step in steps]
             past = [ops.select(there, x, 0.0) for there, x in zip(committed, logs, strict=True)]
@@ -75,12 +77,10 @@ def decay_weights(ops: Any, geo: Geometry, refs: tuple, begin: Any, length: Any)
                 own = ring + t
                 decay = ops.shuffle(logs[own // LANES], own % LANES)
                 total = total + decay
+                totals[t].append(total)
                 for r, age in enumerate(ages):
                     tails[r] = tails[r] + ops.select(age < own, decay, 0.0)
-                    product = ops.real(products, ops.lane * 0 + t, slots[r])
-                    if halves == 2:
-                        product = product + ops.real(products, ops.lane * 0 + (tokens + t), slots[r])
-                    weight = steps[r][h] * ops.exp(tails[r]) * product
+                    weight = steps[r][h] * ops.exp(tails[r]) * rows[t][r]
                     new = ops.select(age < own + 1, weight, 0.0)
                     new = ops.select(ops.equal(age, own), new + skips[h], new)
                     kept = ops.select(committed[r], weight, 0.0)
@@ -91,7 +91,18 @@ def decay_weights(ops: Any, geo: Geometry, refs: tuple, begin: Any, length: Any)
                         [ops.select(age < ring, kept, new)],
                         age < geo.slots,
                     )
-                ops.store(scale, ops.lane * 0 + t, column + h, [ops.exp(total)], ops.equal(ops.lane, 0))
+        # Branches between the heads would keep their sums apart.
+        for t in range(tokens):
+            values = [ops.exp(total) for total in totals[t]]
+            ops.store(scale, ops.lane * 0 + t, column, values, ops.equal(ops.lane, 0))
+
+
+def _product(ops: Any, products: Any, t: int, tokens: int, halves: int, slot: Any) -> Any:
+    """Key of a slot . reader t."""
+    product = ops.real(products, ops.lane * 0 + t, slot)
+    if halves == 2:
+        product = product + ops.real(products, ops.lane * 0 + (tokens + t), slot)
+    return product
 
 
 def _later_sums(ops: Any, x: list) -> tuple[list, Any]:

@@ -1,12 +1,13 @@
 """The warps' programs on a state tile as functions of arrays."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import BLOCK, Warp, tile_rows
-from pallas_kernels.new_tokens import NewTokens
+from pallas_kernels.new_tokens import NewTokens, write_single_output
 
 
 def fold_block(
@@ -92,8 +93,14 @@ def write_outputs(
     def write(_, tile, call, place, constants):
         ops = Lanes()
         head = _head(ops, list(map(first_element, place)), head_dim)
-        new = _new_tokens(rule, ops, call, head, tuple(map(first_element, constants)), part_count)
-        for p, halves in enumerate(tile_rows(unpack(tile.registers.flat))):
+        per_head, rows = tuple(map(first_element, constants)), tile_rows(unpack(tile.registers.flat))
+        if ops.rows(call[1]) == 1 and not rule.reads_key:
+            (tokens, outputs), skip = call, None if rule.skip is None else per_head[rule.skip]
+            factors = functools.partial(rule.factors, ops, per_head)
+            write_single_output(ops, rows, tokens, outputs, head, factors, skip)
+            return
+        new = _new_tokens(rule, ops, call, head, per_head, part_count)
+        for p, halves in enumerate(rows):
             new.project(p, new.left(*halves))
         new.store(new.projections())
 

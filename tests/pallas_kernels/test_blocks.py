@@ -1,12 +1,14 @@
 """Programs of a warp, its lanes run in NumPy, against the serial float64 loop."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels import adjoint, gated_delta, mamba2
 from pallas_kernels.blocks import BLOCK, Warp
-from pallas_kernels.new_tokens import NewTokens
+from pallas_kernels.new_tokens import NewTokens, write_single_output
 from pallas_kernels.pipeline import Geometry
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -266,6 +268,21 @@ def test_outputs_of_new_tokens_are_the_float64_loop(name, head_dim, tokens):
             new.project(p, new.left(*([state[row, column] for column in four] for row in rows)))
         new.store(new.projections())
     wanted = serial_outputs(name, state, call, head_dim, -1.5, 0.75)
+    assert np.sqrt(np.mean((outputs - wanted) ** 2) / np.mean(wanted**2)) < 1e-6
+
+
+@pytest.mark.parametrize("head_dim", [64, 16])
+def test_a_single_output_by_sums_is_the_float64_loop(head_dim):
+    call = random_call("mamba2", 1, 64 // head_dim)
+    state = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    outputs, columns = np.full((1, 64), np.nan, np.float32), np.arange(32) % 4 * 4
+    for warp in range(4):
+        lanes, rows = NumpyLanes(warp), [16 * warp + np.arange(32) // 4 + 8 * half for half in range(2)]
+        tile = [[[state[row, columns + 16 * p + i] for i in range(4)] for row in rows] for p in range(4)]
+        head = np.full(32, 16 * warp // head_dim)
+        factors = functools.partial(KERNELS["mamba2"].token_rule.factors, lanes, (np.float32(-1.5),))
+        write_single_output(lanes, tile, call, outputs, head, factors, np.float32(0.75))
+    wanted = serial_outputs("mamba2", state, call, head_dim, -1.5, 0.75)
     assert np.sqrt(np.mean((outputs - wanted) ** 2) / np.mean(wanted**2)) < 1e-6
 
 

@@ -78,7 +78,27 @@ class NumpyCodeLanes(NumpyLanes):
     shifted = staticmethod(lambda word, count: word >> count)
     bit = staticmethod(lambda word, place: word >> place & 1)
     above = staticmethod(np.greater)
+    moved = staticmethod(lambda word, count: (word << count if count > 0 else word >> -count) & 0xFFFFFFFF)
+    masked = staticmethod(np.bitwise_and)
+    smaller = staticmethod(np.minimum)
+    negated = staticmethod(np.logical_not)
+    shifted_by = staticmethod(lambda word, count: (word & 0xFFFFFFFF) >> count)
+    shifted_left = staticmethod(lambda word, count: word << count)
+    choose = staticmethod(lambda condition, count, yes, no: yes() if np.any(condition) else no())
+    magnitude = staticmethod(np.abs)
+    reciprocal = staticmethod(lambda x: np.float32(1) / x)
+    any = staticmethod(lambda condition: bool(np.any(condition)))
+    when = staticmethod(lambda condition, yes, no: yes() if condition else no())
     reaches = staticmethod(np.greater_equal)
+
+    def e4m3_codes(self, four):
+        largest = np.float32(448)
+        codes = [np.clip(x, -largest, largest).astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for x in four]
+        return sum(code.astype(np.int64) << 8 * i for i, code in enumerate(codes))
+
+    def half_reals(self, word):
+        both = self._halves(word)
+        return [both[:, 0], both[:, 1]]
 
     def put_byte(self, ref, place, value):
         ref.reshape(-1)[place] = value
