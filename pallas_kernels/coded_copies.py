@@ -25,8 +25,8 @@ def aligned_head(geometry: Geometry, group: Any) -> Any:
 class Copies:
     """The copies of a kernel, all issued by one warpgroup.
 
-    size: tiles of a step. smem: buffers of stages (codes, scales or None, row_scales, values) and of two
-    groups (keys, reader, scalars, row_scalars, constants or None), and landed, group_landed, which tell when
+    size: tiles of a step. smem: buffers of stages (codes, scales or None, row_scales, values) and of a
+    group (keys, reader, scalars, row_scalars, constants or None), and landed, group_landed, which tell when
     they are filled. source: references of the same names in global memory, with new_values, new_keys and
     new_scalars; scales and constants may be missing (empty). fused: compiled, not interpreted.
     """
@@ -110,34 +110,34 @@ class Copies:
             parts.append(whole(source.scales, smem.scales.at[stage]))
         return parts
 
-    def group(self, chunk: Any, half: jax.Array) -> None:
+    def group(self, chunk: Any) -> None:
         """Begins to copy what a chunk's coefficients need."""
         geo, smem, source = self.geometry, self.smem, self.source
         row, group = chunk.row, chunk.group
         first = aligned_head(geo, group)
         if self.fused:
             cursors = row, group, first, lax.rem(chunk.start, jnp.int32(geo.ring)), chunk.length
-            bulk.copy(self.plgpu, self._parts_of_group(half), smem.group_landed, half, cursors)
+            bulk.copy(self.plgpu, self._parts_of_group(), smem.group_landed, jnp.int32(0), cursors)
             return
         block, heads = row * geo.groups + group, pl.ds(first, geo.head_slots)
         old = pl.ds(0, geo.ring)
         pairs = [
-            (source.keys.at[block], smem.keys.at[half, old]),
-            (source.new_keys.at[block], smem.keys.at[half, self._fresh]),
-            (source.reader.at[block], smem.reader.at[half]),
+            (source.keys.at[block], smem.keys.at[old]),
+            (source.new_keys.at[block], smem.keys.at[self._fresh]),
+            (source.reader.at[block], smem.reader),
         ]
         for i in range(self.recurrence.scalars):
             pairs += [
-                (source.scalars[i].at[row, :, heads], smem.scalars[i].at[half, old]),
-                (source.new_scalars[i].at[row, :, heads], smem.scalars[i].at[half, self._fresh]),
-                (source.new_scalars[i].at[row], smem.row_scalars[i].at[half]),
+                (source.scalars[i].at[row, :, heads], smem.scalars[i].at[old]),
+                (source.new_scalars[i].at[row, :, heads], smem.scalars[i].at[self._fresh]),
+                (source.new_scalars[i].at[row], smem.row_scalars[i]),
             ]
         if smem.constants is not None:
-            pairs.append((source.constants.at[:, heads], smem.constants.at[half]))
+            pairs.append((source.constants.at[:, heads], smem.constants))
         for pair in pairs:
-            self.plgpu.copy_gmem_to_smem(*pair, smem.group_landed.at[half])
+            self.plgpu.copy_gmem_to_smem(*pair, smem.group_landed.at[0])
 
-    def _parts_of_group(self, half: jax.Array) -> list:
+    def _parts_of_group(self) -> list:
         """As functions of the row, the group, its aligned head, and the ring's oldest slot and length."""
         geo, smem, source = self.geometry, self.smem, self.source
 
@@ -167,21 +167,20 @@ class Copies:
             sizes = geo.head_slots // 4, geo.heads // 4
             return bulk.Rows(source, target, count, *sizes, first, used, limit)
 
-        keys = smem.keys.at[half]
         parts = [
-            vectors(source.keys, keys, geo.ring, used),
-            vectors(source.new_keys, keys.at[self._fresh], geo.tokens),
-            vectors(source.reader, smem.reader.at[half], geo.tokens),
+            vectors(source.keys, smem.keys, geo.ring, used),
+            vectors(source.new_keys, smem.keys.at[self._fresh], geo.tokens),
+            vectors(source.reader, smem.reader, geo.tokens),
         ]
         row_pieces = _pieces(jnp.float32, geo.tokens, geo.heads)
         for i in range(self.recurrence.scalars):
             old, new, target = source.scalars[i], source.new_scalars[i], smem.scalars[i]
             parts += [
-                of_heads(old, target.at[half], geo.ring, geo.ring, used),
-                of_heads(new, target.at[half, self._fresh], geo.tokens, geo.tokens),
+                of_heads(old, target, geo.ring, geo.ring, used),
+                of_heads(new, target.at[self._fresh], geo.tokens, geo.tokens),
                 bulk.Rows(
                     new,
-                    smem.row_scalars[i].at[half],
+                    smem.row_scalars[i],
                     1,
                     row_pieces,
                     row_pieces,
@@ -191,7 +190,7 @@ class Copies:
             ]
         if smem.constants is not None:
             count = self.recurrence.head_constants
-            parts.append(of_heads(source.constants, smem.constants.at[half], count, 0))
+            parts.append(of_heads(source.constants, smem.constants, count, 0))
         return parts
 
 
@@ -209,7 +208,7 @@ def landing_barriers(
 
 
 def _barrier_counts(stages: int) -> dict[str, int]:
-    return {"landed": stages, "group_landed": 2}
+    return {"landed": stages, "group_landed": 1}
 
 
 def _pieces(dtype: Any, *shape: int) -> int:

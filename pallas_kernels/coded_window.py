@@ -72,7 +72,7 @@ def stream_coded_window(
     group_steps = tiles // size
     # Tiles of a claim towards the end: enough to be worth a group's coefficients.
     span = max(n for n in range(1, group_steps + 1) if group_steps % n == 0 and (n == 1 or n * size <= 8))
-    claims = launch.claims
+    claims, apart = launch.claims, launch.apart
     row_steps = groups * group_steps
     has_constants = operands.constants is not None
     shared = recurrence.shared_reader
@@ -82,10 +82,6 @@ def stream_coded_window(
     parts = coded.reader_parts(operands.reader.dtype if shared else jnp.float32)
     readers = coded.Readers(tokens, parts)
     workers = launch.workers
-    # Workers that read the tiles of a step together; steps go round the teams.
-    team = max(n for n in range(1, workers + 1) if workers % n == 0 and (n == 1 or 4 * n <= size))
-    teams = workers // team
-    program = coded.Step(codes, readers, geo, size, 4 * team, weight_heads, shared)
     value_dtype = operands.new_values.dtype
     stored: tuple = operands.copy or (operands.state, operands.scale)
     extra = [x for x in (operands.scale, *operands.copy, operands.words) if x is not None]
@@ -100,15 +96,13 @@ def stream_coded_window(
 
     reader_heads = 1 if shared else geo.group_heads
     scratch = {
-        "keys": plgpu.SMEM((2, geo.slots, geo.d_state), operands.new_keys.dtype),
-        "reader": plgpu.SMEM((2, tokens, geo.d_state), operands.reader.dtype),
+        "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
+        "reader": plgpu.SMEM((tokens, geo.d_state), operands.reader.dtype),
         "scalars": tuple(
-            plgpu.SMEM((2, geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
+            plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
         ),
-        "row_scalars": tuple(
-            plgpu.SMEM((2, tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)
-        ),
-        "constants": plgpu.SMEM((2, recurrence.head_constants, geo.head_slots), jnp.float32)
+        "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
+        "constants": plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
         if has_constants
         else None,
         "readers": None if shared else plgpu.SMEM((tokens, geo.group_heads, geo.d_state), jnp.float32),
@@ -118,12 +112,12 @@ def stream_coded_window(
             (2, reader_heads, readers.vectors, geo.d_state), jnp.float16 if fused else jnp.float32
         ),
         "factors": plgpu.SMEM((2, reader_heads, tokens), jnp.float32),
-        "sums": plgpu.SMEM((teams, 4 * team, tokens, TILE), jnp.float32),
+        "sums": plgpu.SMEM((4 * workers, tokens, TILE), jnp.float32),
         "extra": recurrence.scratch(plgpu, geo, exact),
         "chunks": plgpu.SMEM((ANNOUNCED, len(Chunk._fields)), jnp.int32),
         "ticket": plgpu.SMEM((128,), jnp.int32),
         "known": plgpu.Barrier(num_arrivals=1, num_barriers=ANNOUNCED),
-        "used": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        "used": plgpu.Barrier(num_arrivals=1),
         "ready": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "free": plgpu.Barrier(num_arrivals=workers, num_barriers=2),
     }
@@ -132,6 +126,13 @@ def stream_coded_window(
     if beside is not None:
         scratch["beside"] = beside[0]
     ctas, stages = fit(launch, lambda stages: shared_bytes((scratch, staged(stages))))
+    # Workers that read the tiles of a step together; steps go round the teams. A stage is always the same
+    # team's, which could not tell a turn that it missed from the next.
+    team = max(n for n in range(1, workers + 1) if workers % n == 0 and (n == 1 or 4 * n <= size))
+    team = workers if stages < workers // team else team
+    teams = workers // team
+    stages -= stages % teams
+    program = coded.Step(codes, readers, geo, size, 4 * team, weight_heads, shared)
     ctas = min(ctas, geo.batch * row_steps)
     listed = min(geo.batch, -(-geo.batch // ctas) + 2)
     if not claims:
@@ -205,12 +206,12 @@ def stream_coded_window(
             group, step = lax.div(within, group_steps), lax.rem(within, group_steps)
             return Chunk(first, row, start, length, group, step * size, count)
 
-        def append(chunk: Chunk, half: jax.Array) -> None:
+        def append(chunk: Chunk) -> None:
             block = chunk.row * groups + chunk.group
             for t in range(tokens):
                 slot = lax.rem(chunk.start + chunk.length + t, ring)
                 plgpu.copy_smem_to_gmem(
-                    smem.keys.at[half, pl.ds(ring + t, 1)],
+                    smem.keys.at[pl.ds(ring + t, 1)],
                     copies.source.keys.at[block, pl.ds(slot, 1)],
                     commit_group=False,
                 )
@@ -219,24 +220,27 @@ def stream_coded_window(
                 def _(t=t, slot=slot):
                     # A whole row of heads at once: partial sectors cost a read before the write.
                     for target, source in zip(copies.source.scalars, smem.row_scalars, strict=True):
-                        plgpu.copy_smem_to_gmem(
-                            source.at[half, t], target.at[chunk.row, slot], commit_group=False
-                        )
+                        plgpu.copy_smem_to_gmem(source.at[t], target.at[chunk.row, slot], commit_group=False)
 
             plgpu.commit_smem_to_gmem_group()
 
         def announce(chunk: Chunk, number: jax.Array) -> None:
             """Tells what chunk `number` is, and begins to copy what its coefficients need."""
-            place, half = lax.rem(number, ANNOUNCED), lax.rem(number, 2)
-            wait(smem.used, 2, number - 2)
+
+            @pl.when(number > 0)
+            def _():
+                plgpu.barrier_wait(smem.used)
+
+            place = lax.rem(number, ANNOUNCED)
             for i, field in enumerate(chunk):
                 smem.chunks[place, i] = field
             plgpu.commit_smem()
-            plgpu.barrier_arrive(smem.known.at[place])
+            if apart:
+                plgpu.barrier_arrive(smem.known.at[place])
 
             @pl.when(chunk.count > 0)
             def _():
-                copies.group(chunk, half)
+                copies.group(chunk)
 
         def chunk_number(number: jax.Array, barrier: Any) -> Chunk:
             """What was announced, once the barrier says that it may be read."""
@@ -257,13 +261,13 @@ def stream_coded_window(
         def prepare(chunk: Chunk, number: jax.Array) -> None:
             """What the tiles of a chunk need."""
             half = lax.rem(number, 2)
-            copies.wait(smem.group_landed, 2, number)
+            copies.wait(smem.group_landed, 1, number)
             # Threads copied what the copy engine appends to the ring.
             plgpu.commit_smem()
 
             @pl.when(chunk.tile == 0)
             def _():
-                append(chunk, half)
+                append(chunk)
 
             recurrence.coefficients(
                 Group(
@@ -274,10 +278,10 @@ def stream_coded_window(
                     start=chunk.start,
                     length=chunk.length,
                     offset=first_head(chunk),
-                    keys=smem.keys.at[half],
-                    reader=smem.reader.at[half],
-                    scalars=tuple(scalars.at[half] for scalars in smem.scalars),
-                    constants=smem.constants.at[half] if has_constants else None,
+                    keys=smem.keys,
+                    reader=smem.reader,
+                    scalars=smem.scalars,
+                    constants=smem.constants,
                     weights=smem.weights.at[half],
                     scale=smem.scale.at[half] if shared else None,
                     readers=smem.readers,
@@ -286,36 +290,43 @@ def stream_coded_window(
             )
             if not shared:
                 plgpu.commit_smem()
-            source = smem.reader.at[half] if shared else smem.readers
+            source = smem.reader if shared else smem.readers
             pack = _pack if fused else _plain_pack
             pack(plgpu, program, source, smem.packed.at[half], smem.factors.at[half])
             plgpu.commit_smem()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+        def compute(chunk: Chunk, number: jax.Array) -> None:
+            """The coefficients of a chunk, up to two ahead of the tiles."""
+            wait(smem.free, 2, number - 2)
+            prepare(chunk, number)
+            plgpu.barrier_arrive(smem.used)
+            plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
+
+        def finish(number: jax.Array) -> None:
+            """After all `number` chunks."""
+            wait(smem.free, 2, number - 2)
+            plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
+            wait(smem.free, 2, number - 1)
+            plgpu.wait_smem_to_gmem(0)
+
         def serve_groups() -> None:
-            """Coefficients of all chunks, up to two ahead of the tiles."""
+            """All coefficients."""
 
             def at(number: jax.Array) -> Chunk:
                 return chunk_number(number, smem.known.at[lax.rem(number, ANNOUNCED)])
 
             def one(carry: tuple) -> tuple:
                 number, chunk = carry
-                half = lax.rem(number, 2)
-                wait(smem.free, 2, number - 2)
-                prepare(chunk, number)
-                plgpu.barrier_arrive(smem.used.at[half])
-                plgpu.barrier_arrive(smem.ready.at[half])
+                compute(chunk, number)
                 return number + 1, at(number + 1)
 
             zero = jnp.int32(0)
             number, _ = lax.while_loop(lambda carry: carry[1].count > 0, one, (zero, at(zero)))
-            wait(smem.free, 2, number - 2)
-            plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
-            wait(smem.free, 2, number - 1)
-            plgpu.wait_smem_to_gmem(0)
+            finish(number)
 
         def serve_copies() -> None:
-            """All copies to shared memory."""
+            """All copies to shared memory; coefficients too, unless another warpgroup computes them."""
             copies.begin()
             if claims:
                 first, second = chunk_of(cta), chunk_of(cta + ctas)
@@ -325,12 +336,6 @@ def stream_coded_window(
                 plgpu.barrier_wait(smem.cursor_barrier)
                 first = chunk_at(begin)
                 second = chunk_at(first.ticket + first.count)
-            zero = jnp.int32(0)
-            announce(first, zero)
-
-            @pl.when(first.count > 0)
-            def _():
-                announce(second, zero + 1)
 
             def one(carry: tuple) -> tuple:
                 number, done, chunk, after = carry
@@ -342,7 +347,12 @@ def stream_coded_window(
                     copies.step(chunk, offset, lax.rem(done + offset, stages))
                     return carry
 
+                if not apart:
+                    compute(chunk, number)
+                    announce(after, number + 1)
                 lax.fori_loop(0, chunk.count, issue, None)
+                if apart:
+                    announce(after, number + 1)
                 if claims and fused:
                     smem.ticket[...] = ticket
                     plgpu.commit_smem()
@@ -351,19 +361,16 @@ def stream_coded_window(
                     following = chunk_of(after.ticket + ctas)
                 else:
                     following = chunk_at(after.ticket + after.count)
-
-                @pl.when(after.count > 0)
-                def _():
-                    announce(following, number + 2)
-
                 return number + 1, done + chunk.count, after, following
 
-            number, done, *_ = lax.while_loop(
-                lambda carry: carry[2].count > 0, one, (zero, zero, first, second)
-            )
+            zero = jnp.int32(0)
+            announce(first, zero)
+            opening: tuple = zero, zero, first, second
+            number, done, *_ = lax.while_loop(lambda carry: carry[2].count > 0, one, opening)
+            if not apart:
+                finish(number)
             for last in range(stages, 0, -1):
                 wait(smem.emptied, stages, done - last)
-            wait(smem.used, 2, number - 1)
 
         def serve_tiles(worker: int) -> None:
             mine, part = divmod(worker, team)
@@ -387,7 +394,7 @@ def stream_coded_window(
                         "head_scale": smem.scale.at[half] if shared else None,
                         "packed": smem.packed.at[half],
                         "factors": smem.factors.at[half],
-                        "sums": smem.sums.at[mine],
+                        "sums": smem.sums.at[pl.ds(mine * 4 * team, 4 * team)],
                         "out": ref_of(operands.out),
                         "ring": copies.source.values,
                     }
@@ -417,7 +424,7 @@ def stream_coded_window(
             zero = jnp.int32(0)
             lax.while_loop(lambda carry: carry[2].count > 0, one, (zero, zero, at(zero)))
 
-        roles = [serve_copies, serve_groups]
+        roles = [serve_copies, *([serve_groups] if apart else [])]
         roles += [lambda worker=worker: serve_tiles(worker) for worker in range(workers)]
         if beside is not None:
             rows = counts_in[1]
@@ -428,7 +435,7 @@ def stream_coded_window(
         for index, role in enumerate(roles):
             pl.when(lax.axis_index("warpgroup") == index)(role)
 
-    warpgroups = 2 + workers + (beside is not None)
+    warpgroups = 1 + apart + workers + (beside is not None)
     kernel = plgpu.kernel(
         body,
         out_type=(),

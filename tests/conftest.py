@@ -7,6 +7,10 @@ compile with little of it. JAX_DISABLE_MOST_OPTIMIZATIONS=0 asks for all of it, 
 import gc
 import os
 
+# An interpreted kernel runs its warpgroups as programs that wait for each other: XLA must run them all at
+# once, on however few cores.
+os.environ.setdefault("NPROC", "8")
+
 import jax
 from hypothesis import settings
 from jaxtyping import install_import_hook
