@@ -144,7 +144,8 @@ class CodeLanes(Lanes):
     def when(self, condition: Any, yes: Any, no: Any) -> None:
         """Calls yes() or no() in the program, whichever the condition says."""
         chosen = scf.IfOp(condition.raw, has_else=True)
-        for block, call in ((chosen.then_block, yes), (chosen.else_block, no)):
+        blocks: Any = chosen.then_block, chosen.else_block
+        for block, call in zip(blocks, (yes, no), strict=True):
             with ir.InsertionPoint(block):
                 call()
                 scf.yield_([])
@@ -152,7 +153,8 @@ class CodeLanes(Lanes):
     def choose(self, condition: Any, count: int, yes: Any, no: Any) -> list:
         """yes() or no(), lists of `count` integers: which, the condition says; only that is computed."""
         chosen = scf.IfOp(condition.raw, [_i32()] * count, has_else=True)
-        for block, call in ((chosen.then_block, yes), (chosen.else_block, no)):
+        blocks: Any = chosen.then_block, chosen.else_block
+        for block, call in zip(blocks, (yes, no), strict=True):
             with ir.InsertionPoint(block):
                 scf.yield_([x.raw for x in call()])
         return [Number(x) for x in chosen.results]
@@ -163,7 +165,8 @@ class CodeLanes(Lanes):
             "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
             "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
         )
-        return Number(llvm.inline_asm(_i32(), [x.raw for x in four], text, "=r,f,f,f,f"))
+        word: Any = llvm.inline_asm(_i32(), [x.raw for x in four], text, "=r,f,f,f,f")
+        return Number(word)
 
     def half_reals(self, word: Any) -> list:
         """Two float16 as float32."""

@@ -167,7 +167,7 @@ def stream_coded_window(
             return None if operand is None else by_operand[id(operand)]
 
         names = ("codes", "row_scales", "scales")
-        source = dict(zip(names, map(ref_of, (*stored, None)), strict=False))
+        source: dict = dict(zip(names, map(ref_of, (*stored, None)), strict=False))
         tokens_of = ("values", "keys", "scalars", "new_values", "new_keys", "new_scalars")
         for name in (*tokens_of, "reader", "constants"):
             source[name] = jax.tree.map(ref_of, getattr(operands, name))
