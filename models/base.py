@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 from models.config import ModelConfig
 from models.layers.embedding import Embedding
 from models.layers.norm import RMSNorm
+from models.layers.residual import entered
 from models.mtp import MTPDrafter, MTPHead
 from replayssm_jax.cache import Cache, LayerSpec, init_cache
 from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig
@@ -38,7 +39,7 @@ class HybridModel(nnx.Module):
         for index, block in enumerate(self.layers):
             x, cache = block(x, segment, None if layers is None else layers[index])
             caches.append(cache)
-        return self.norm(x), tuple(caches)
+        return entered(self.norm, x)[1], tuple(caches)
 
     def forward(
         self, tokens: Int32[Array, "B T"], lengths: Int32[Array, " B"] | None = None

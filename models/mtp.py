@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from models.layers.mlp import bias_free
 from models.layers.norm import RMSNorm
+from models.layers.projection import bias_free
+from models.layers.residual import entered
 from replayssm_jax.cache import AttentionLayer, empty_attention
 from replayssm_jax.replay import Segment, fresh_segment
 from replayssm_jax.speculative import Drafter, Drafts, at_index, draw_drafts
@@ -54,7 +55,7 @@ class MTPHead(nnx.Module):
         for index, layer in enumerate(self.layers):
             x, cache = layer(x, segment, None if caches is None else caches[index])
             moved.append(cache)
-        return self.norm(x), tuple(moved)
+        return entered(self.norm, x)[1], tuple(moved)
 
 
 @jax.tree_util.register_dataclass

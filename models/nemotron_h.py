@@ -12,12 +12,13 @@ from models.config import MTPConfig, NemotronHConfig
 from models.layers.attention import attend
 from models.layers.conv import CausalConv
 from models.layers.embedding import Embedding
-from models.layers.mlp import MLP, bias_free, relu2
+from models.layers.mlp import MLP
 from models.layers.norm import GateThenNorm, RMSNorm
+from models.layers.projection import bias_free, project, project_out
+from models.layers.residual import Stream, entered, joined
 from models.mtp import MTPHead
 from models.weights import Weight, linear
-from pallas_kernels.numerics import mamba2_dt
-from pallas_kernels.parts import Part
+from pallas_kernels.parts import Gate, Part
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
 from replayssm_jax.recurrence import mamba2
 from replayssm_jax.replay import Segment, recur
@@ -71,18 +72,20 @@ class Mamba2Mixer(nnx.Module):
         return mamba2.Heads(a=-jnp.exp(self.A_log[...]), d=self.D[...])
 
     def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
-        """Returns the layer's output in the dtype of x, and its cache."""
+        """Returns the layer's output in the dtype of x, or parts of it, and its cache."""
         config = self.config
         inner, groups = config.mamba_num_heads * config.mamba_head_dim, config.n_groups
-        projected = self.in_proj(x)
+        projected = project(self.in_proj, x, kernels=segment.kernels)
         state = Part(groups, config.d_state)
         parts = Part(groups, inner // groups), state, state
-        (values, b, c), layer = self.conv1d.by_group(projected, inner, parts, layer, segment)
-        raw_dt = projected[..., inner + conv_channels(config) :]
-        inputs = mamba2.Inputs(x=values, b=b, dt=mamba2_dt(raw_dt, self.dt_bias[...], config.dt_limit))
+        gate = Gate("mamba2_dt", inner + conv_channels(config), config.mamba_num_heads, config.dt_limit)
+        (values, b, c), (dt,), layer = self.conv1d.by_group(
+            projected, inner, parts, ((gate, self.dt_bias[...]),), layer, segment
+        )
+        inputs = mamba2.Inputs(x=values, b=b, dt=dt)
         y, layer = recur(mamba2, layer, inputs, c, self.heads(), segment)
         y = self.norm(y.reshape(*x.shape[:2], inner), projected, kernels=segment.kernels)
-        return self.out_proj(y), layer
+        return project_out(self.out_proj, y, kernels=segment.kernels), layer
 
 
 class Attention(nnx.Module):
@@ -96,14 +99,16 @@ class Attention(nnx.Module):
         self.spec = AttentionSpec(kv_heads=config.num_key_value_heads, head_dim=config.head_dim)
 
     def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
-        """Returns the layer's output in the dtype of x, and its cache."""
+        """Returns the layer's output in the dtype of x, or parts of it, and its cache."""
         width, kv_width = _attention_widths(self.config)
+        projected = project(self.qkv_proj, x, kernels=segment.kernels)
         q, k, v = (
             part.reshape(*x.shape[:2], -1, self.spec.head_dim)
-            for part in jnp.split(self.qkv_proj(x), (width, width + kv_width), axis=-1)
+            for part in jnp.split(projected, (width, width + kv_width), axis=-1)
         )
         y, layer = attend(q, k, v, layer, segment)
-        return self.o_proj(y.reshape(*x.shape[:2], -1)), layer
+        y = y.reshape(*x.shape[:2], -1)
+        return project_out(self.o_proj, y, kernels=segment.kernels), layer
 
 
 class Block(nnx.Module):
@@ -112,9 +117,7 @@ class Block(nnx.Module):
     def __init__(self, letter: str, config: NemotronHConfig, *, dtype, rngs: nnx.Rngs):
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         if letter == "-":
-            self.mixer = MLP(
-                config.hidden_size, config.intermediate_size, activation=relu2, dtype=dtype, rngs=rngs
-            )
+            self.mixer = MLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
         else:
             mixer = {"M": Mamba2Mixer, "*": Attention}[letter]
             self.mixer = mixer(config, dtype=dtype, rngs=rngs)
@@ -128,12 +131,13 @@ class Block(nnx.Module):
         """The recurrence's per-head constants, None where there is no recurrence."""
         return self.mixer.heads() if isinstance(self.mixer, Mamba2Mixer) else None
 
-    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
+    def __call__(self, x: Float[Array, "B T D"] | Stream, segment: Segment, layer):
         """Returns the new residual stream and the layer's cache."""
+        x, normed = entered(self.norm, x)
         if isinstance(self.mixer, MLP):
-            return x + self.mixer(self.norm(x)), None
-        y, layer = self.mixer(self.norm(x), segment, layer)
-        return x + y, layer
+            return joined(x, self.mixer(normed, kernels=segment.kernels)), None
+        y, layer = self.mixer(normed, segment, layer)
+        return joined(x, y), layer
 
 
 class NemotronH(HybridModel):

@@ -12,13 +12,14 @@ from models.config import MTPConfig, Qwen35Config
 from models.layers.attention import attend
 from models.layers.conv import CausalConv
 from models.layers.embedding import Embedding
-from models.layers.mlp import GatedMLP, bias_free
+from models.layers.mlp import GatedMLP
 from models.layers.norm import NormThenGate, RMSNorm
+from models.layers.projection import Parts, bias_free, project, project_out
+from models.layers.residual import Stream, entered, joined
 from models.layers.rope import rotate
 from models.mtp import MTPHead
 from models.weights import Weight, linear
-from pallas_kernels.numerics import gated_delta_log_decay
-from pallas_kernels.parts import Part
+from pallas_kernels.parts import Gate, Part
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
 from replayssm_jax.recurrence import gated_delta
 from replayssm_jax.replay import Segment, recur
@@ -72,28 +73,28 @@ class GatedDeltaNet(nnx.Module):
         return gated_delta.Heads()
 
     def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
-        """Returns the layer's output in the dtype of x, and its cache."""
+        """Returns the layer's output in the dtype of x, or parts of it, and its cache."""
         config, groups = self.config, self.config.key_heads
         keys, values = _widths(config)
         channels, beyond = 2 * keys + values, 2 * keys + 2 * values
-        ends = channels, beyond, beyond + config.value_heads
-        projected = self.in_proj(x)
-        _, gate, b, a = jnp.split(projected, ends, axis=-1)
+        heads = config.value_heads
+        projected = project(self.in_proj, x, kernels=segment.kernels)
+        gate = projected[..., channels:beyond]
         parts = (
             Part(groups, config.key_head_dim, config.key_head_dim**-0.5),
             Part(groups, config.key_head_dim, 1.0),
             Part(groups, values // groups),
         )
-        (q, k, v), layer = self.conv1d.by_group(projected, 0, parts, layer, segment)
-        inputs = gated_delta.Inputs(
-            v=v,
-            k=k,
-            log_decay=gated_delta_log_decay(a, self.A_log[...], self.dt_bias[...]),
-            beta=jax.nn.sigmoid(b.astype(jnp.float32)),
+        gates = (
+            (Gate("sigmoid", beyond, heads),),
+            (Gate("gated_delta_log_decay", beyond + heads, heads), self.A_log[...], self.dt_bias[...]),
         )
+        (q, k, v), (beta, log_decay), layer = self.conv1d.by_group(projected, 0, parts, gates, layer, segment)
+        inputs = gated_delta.Inputs(v=v, k=k, log_decay=log_decay, beta=beta)
         y, layer = recur(gated_delta, layer, inputs, q, self.heads(), segment)
         gate = gate.reshape(y.shape)
-        return self.out_proj(self.norm(y, gate).reshape(*x.shape[:2], values)), layer
+        y = self.norm(y, gate).reshape(*x.shape[:2], values)
+        return project_out(self.out_proj, y, kernels=segment.kernels), layer
 
 
 class GatedAttention(nnx.Module):
@@ -111,28 +112,31 @@ class GatedAttention(nnx.Module):
         """No recurrence, no constants."""
         return None
 
-    def project(self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"]):
+    def project(self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], *, kernels: bool = False):
         """Returns q and gate [B, T, Nq, head_dim], k and v [B, T, N, head_dim]; q and k rotated."""
         config, shape = self.config, x.shape[:2]
         turn = functools.partial(
             rotate, positions=positions, rotary_dim=config.rotary_dim, theta=config.rope_theta
         )
         width, kv_width = _attention_widths(config)
-        q, k, v = jnp.split(self.qkv_proj(x), (2 * width, 2 * width + kv_width), axis=-1)
+        projected = project(self.qkv_proj, x, kernels=kernels)
+        q, k, v = jnp.split(projected, (2 * width, 2 * width + kv_width), axis=-1)
         q, gate = jnp.split(q.reshape(*shape, -1, 2 * config.head_dim), 2, axis=-1)
         k, v = (part.reshape(*shape, -1, config.head_dim) for part in (k, v))
         return turn(self.q_norm(q)), gate, turn(self.k_norm(k)), v
 
-    def output(self, y: Float[Array, "B T Nq C"], gate: Float[Array, "B T Nq C"]) -> Float[Array, "B T D"]:
+    def output(
+        self, y: Float[Array, "B T Nq C"], gate: Float[Array, "B T Nq C"], *, kernels: bool = False
+    ) -> Float[Array, "B T D"] | Parts:
         """Gates what attention read and projects it."""
         gated = y * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(y.dtype)
-        return self.o_proj(gated.reshape(*y.shape[:2], -1))
+        return project_out(self.o_proj, gated.reshape(*y.shape[:2], -1), kernels=kernels)
 
     def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
-        """Returns the layer's output in the dtype of x, and its cache."""
-        q, gate, k, v = self.project(x, segment.positions)
+        """Returns the layer's output in the dtype of x, or parts of it, and its cache."""
+        q, gate, k, v = self.project(x, segment.positions, kernels=segment.kernels)
         y, layer = attend(q, k, v, layer, segment)
-        return self.output(y, gate), layer
+        return self.output(y, gate, kernels=segment.kernels), layer
 
 
 class Block(nnx.Module):
@@ -154,11 +158,12 @@ class Block(nnx.Module):
         """The recurrence's per-head constants, None where there is no recurrence."""
         return self.mixer.heads()
 
-    def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
+    def __call__(self, x: Float[Array, "B T D"] | Stream, segment: Segment, layer):
         """Returns the new residual stream and the layer's cache."""
-        y, layer = self.mixer(self.input_norm(x), segment, layer)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), layer
+        x, normed = entered(self.input_norm, x)
+        y, layer = self.mixer(normed, segment, layer)
+        x, normed = entered(self.mlp_norm, joined(x, y))
+        return joined(x, self.mlp(normed, kernels=segment.kernels)), layer
 
 
 class Qwen35(HybridModel):

@@ -1,7 +1,7 @@
 """The short causal convolution of a step's tokens: from a projection's channels to a recurrence's inputs.
 
 One pass reads the last columns of each row's window and the new ones, writes the new ones into the window,
-and the outputs by group, normalised where the recurrence wants them so.
+and the outputs by group, normalised where the recurrence wants them so. A CTA a row makes the heads' gates.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import Unsupported, mosaic_gpu, require_jax
-from pallas_kernels.parts import Part
+from pallas_kernels.numerics import gate_value, series_log1p
+from pallas_kernels.parts import Gate, Part
+from pallas_kernels.pipeline import tiled_layout
 
 # Channels of a CTA, four a thread; a warp has the 128 of a normalised vector.
 CHUNK = 512
 _LANES = 128
 _TILE = 64
+_HEADS = 32
 
 
-def check(parts: Sequence[Part], dtype: Any, tokens: int) -> None:
+def check(parts: Sequence[Part], dtype: Any, tokens: int, gates: Sequence[Gate] = ()) -> None:
     """Raise `Unsupported`, with the reason, on what the kernel cannot serve."""
     require_jax()
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
@@ -37,6 +40,10 @@ def check(parts: Sequence[Part], dtype: Any, tokens: int) -> None:
         if part.scale is not None and part.width != _LANES:
             raise Unsupported(f"normalised vectors must have {_LANES} channels, got {part.width}")
 
+    for gate in gates:
+        if gate.heads % _HEADS:
+            raise Unsupported(f"gates must have a multiple of {_HEADS} heads, got {gate.heads}")
+
 
 def convolve(
     window: jax.Array,
@@ -47,27 +54,62 @@ def convolve(
     parts: Sequence[Part],
     *,
     offset: int = 0,
+    gates: Sequence[Gate] = (),
+    constants: Sequence[Sequence[jax.Array]] = (),
     interpret: Any = None,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """silu(convolution) of T tokens, part by part [B, G, T, width] in the projection's dtype, and the window.
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], jax.Array]:
+    """silu(convolution) of T tokens, part by part [B, G, T, width] in the projection's dtype; the gates,
+    float32 [B, T, H]; and the window.
 
     window: [B, W, C] input columns, position p in column p mod W, W >= taps - 1 + T; written in place where
     the caller donates it. projected: [B, T, P], whose channels from `offset` on are the C new ones. weight:
-    [taps, C], oldest tap first; bias: [C]. position: int32 [B], tokens of a row before these.
+    [taps, C], oldest tap first; bias: [C]. position: int32 [B], tokens of a row before these. gates: of other
+    channels of `projected`; constants: float32 [H] of every gate.
     """
     plgpu, dtype = mosaic_gpu(), projected.dtype
     (batch, columns, channels), tokens, taps = window.shape, projected.shape[1], weight.shape[0]
-    check(parts, dtype, tokens)
+    check(parts, dtype, tokens, gates)
     fused = interpret is None
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), 4)
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + part.channels)
-    constants = [weight] if bias is None else [weight, bias]
+    taken = [weight] if bias is None else [weight, bias]
+    flat = [array for arrays in constants for array in arrays]
+    chunks = channels // CHUNK
+    # Every warp has all heads.
+    head_layout = tiled_layout(plgpu, ((_HEADS,), (1,)), (plgpu.Replicated(4),), (-2,), -1)
 
     def body(window: Any, projected: Any, position_in: Any, weight: Any, *rest: Any) -> None:
-        outputs = rest[len(constants) - 1 :]
+        ours = len(taken) - 1 + len(flat)
+        heads_in, outputs = list(rest[len(taken) - 1 : ours]), rest[ours:]
         row, first = lax.axis_index("row"), lax.axis_index("chunk") * CHUNK
+
+        @pl.when(first < channels)
+        def _():
+            convolve_chunk(window, projected, position_in, weight, rest, outputs[: len(parts)], row, first)
+
+        def load_heads(ref: Any) -> jax.Array:
+            return plgpu.load(ref, layout=head_layout, optimized=False)
+
+        @pl.when(first == channels)
+        def _():
+            for gate, arrays, output in zip(gates, constants, outputs[len(parts) :], strict=True):
+                values = [load_heads(heads_in.pop(0)) for _ in arrays]
+                for t in range(tokens):
+                    raw = load_heads(projected.at[row, t, pl.ds(gate.first, gate.heads)])
+                    output[row, t] = gate_value(gate, raw, values, log1p=series_log1p)
+
+    def convolve_chunk(
+        window: Any,
+        projected: Any,
+        position_in: Any,
+        weight: Any,
+        rest: Any,
+        outputs: Any,
+        row: Any,
+        first: Any,
+    ) -> None:
         here, position = pl.ds(first, CHUNK), position_in[row]
 
         def load(ref: Any) -> jax.Array:
@@ -109,16 +151,17 @@ def convolve(
         body,
         out_type=tuple(
             jax.ShapeDtypeStruct((batch, part.groups, tokens, part.width), dtype) for part in parts
-        ),
-        grid=(batch, channels // CHUNK),
+        )
+        + tuple(jax.ShapeDtypeStruct((batch, tokens, gate.heads), jnp.float32) for gate in gates),
+        grid=(batch, chunks + (1 if gates else 0)),
         grid_names=("row", "chunk"),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name="convolution",
         **({} if interpret is None else {"interpret": interpret}),
     )
     reference = jax.new_ref(window)
-    outputs = kernel(reference, projected, position, *constants)
-    return tuple(outputs), jax.freeze(reference)
+    outputs = kernel(reference, projected, position, *taken, *flat)
+    return tuple(outputs[: len(parts)]), tuple(outputs[len(parts) :]), jax.freeze(reference)
 
 
 def _warp_sums(plgpu: Any, layout: Any, x: jax.Array, fused: bool) -> jax.Array:

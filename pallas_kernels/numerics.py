@@ -7,11 +7,13 @@ subnormal float32 numbers, which backends treat differently, do not occur, so al
 
 import dataclasses
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.parts import Gate
 
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 HASH_STEP = 0x9E3779B9  # 2^32 over the golden ratio
@@ -28,39 +30,71 @@ def _like(parameter: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(_float32(parameter), x.shape)
 
 
-def softplus(x: jax.Array) -> jax.Array:
+def series_log1p(x: jax.Array) -> jax.Array:
+    """log(1 + x) of x >= 0 where there is no log1p, to 3e-7 of itself; by a series for small x."""
+    s = x / (2.0 + x)
+    square = s * s
+    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9))))
+    return jnp.where(x < 0.25, 2.0 * s * series, jnp.log(1.0 + x))
+
+
+def softplus(x: jax.Array, log1p: Callable = jnp.log1p) -> jax.Array:
     """Returns log(1 + exp(x)), the identity above 20, in the shape and dtype of `x`."""
-    return jnp.where(x > 20.0, x, jnp.log1p(jnp.exp(jnp.minimum(x, 20.0))))
+    return jnp.where(x > 20.0, x, log1p(jnp.exp(jnp.minimum(x, 20.0))))
 
 
-def mamba2_dt(raw: jax.Array, bias: jax.Array, limit: tuple[float, float]) -> jax.Array:
+def mamba2_dt(
+    raw: jax.Array, bias: jax.Array, limit: tuple[float, float], log1p: Callable = jnp.log1p
+) -> jax.Array:
     """Returns the step size of Mamba-2, clip(softplus(raw + bias), *limit).
 
     Args:
       raw: [..., H], any float dtype.
       bias: [H], any float dtype.
       limit: lowest and highest step size; the highest may be infinite.
+      log1p: for `softplus`.
 
     Returns:
       float32 [..., H]. Source: Mamba-2 (arXiv 2405.21060), section 7; the limit is `time_step_limit`.
     """
     low, high = (min(float(bound), _FLOAT32_MAX) for bound in limit)
     raw = _float32(raw)
-    return jnp.clip(softplus(raw + _like(bias, raw)), low, high)
+    return jnp.clip(softplus(raw + _like(bias, raw), log1p), low, high)
 
 
-def gated_delta_log_decay(a: jax.Array, a_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
+def gated_delta_log_decay(
+    a: jax.Array, a_log: jax.Array, dt_bias: jax.Array, log1p: Callable = jnp.log1p
+) -> jax.Array:
     """Returns the log decay of Gated DeltaNet, -exp(A_log) softplus(a + dt_bias).
 
     Args:
       a: [..., H], any float dtype.
       a_log, dt_bias: [H], any float dtype.
+      log1p: for `softplus`.
 
     Returns:
       float32 [..., H], never positive. Source: Gated Delta Networks (arXiv 2412.06464), section 3.
     """
     a = _float32(a)
-    return -jnp.exp(_like(a_log, a)) * softplus(a + _like(dt_bias, a))
+    return -jnp.exp(_like(a_log, a)) * softplus(a + _like(dt_bias, a), log1p)
+
+
+def gate_value(
+    gate: Gate, raw: jax.Array, constants: Sequence[jax.Array], log1p: Callable = jnp.log1p
+) -> jax.Array:
+    """A gate, float32 [..., H], from its channels of a projection, raw [..., H], and constants [H].
+
+    log1p: for `softplus`.
+    """
+    if gate.function == "sigmoid":
+        return jax.nn.sigmoid(_float32(raw))
+    if gate.function == "gated_delta_log_decay":
+        a_log, dt_bias = constants
+        return gated_delta_log_decay(raw, a_log, dt_bias, log1p)
+    if gate.function == "mamba2_dt" and gate.limit is not None:
+        (bias,) = constants
+        return mamba2_dt(raw, bias, gate.limit, log1p)
+    raise ValueError(f"there is no gate {gate!r}.")
 
 
 def kimi_delta_log_decay(

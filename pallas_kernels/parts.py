@@ -1,4 +1,4 @@
-"""How consecutive channels fall into parts and groups."""
+"""How the channels of a projection fall into parts, groups and gates."""
 
 import dataclasses
 
@@ -17,3 +17,16 @@ class Part:
     @property
     def channels(self) -> int:
         return self.groups * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """A float32 scalar of every head from channels first .. first + heads of a projection.
+
+    function: of `numerics.gate_value`. limit: lowest and highest value, where the function takes one.
+    """
+
+    function: str
+    first: int
+    heads: int
+    limit: tuple[float, float] | None = None

@@ -4,13 +4,15 @@ import dataclasses
 import functools
 import importlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.parts import Part
+from pallas_kernels.numerics import gate_value
+from pallas_kernels.parts import Gate, Part
 from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.precision import Stored, format_of
 
@@ -252,14 +254,31 @@ def kernel_convolution(
     position: jax.Array,
     parts: tuple[Part, ...],
     offset: int,
-) -> tuple[tuple[jax.Array, ...], jax.Array] | None:
+    gates: tuple[Gate, ...],
+    constants: tuple[tuple[jax.Array, ...], ...],
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], jax.Array] | None:
     """A step's convolution by its GPU kernel, arguments and results as `pallas_kernels.convolution` has them;
     None where it cannot serve."""
     from pallas_kernels import convolution
 
-    if not _serves(convolution.check, parts, projected.dtype, projected.shape[1]):
+    sizes = parts, projected.dtype, projected.shape[1]
+    if not _serves(convolution.check, *sizes):
         return None
-    return _kernel_convolution(window, projected, weight, bias, position, parts=parts, offset=offset)
+    operands = window, projected, weight, bias, position
+    if _serves(convolution.check, *sizes, gates):
+        return _kernel_convolution(*operands, constants, parts=parts, offset=offset, gates=gates)
+    outputs, _, window = _kernel_convolution(*operands, (), parts=parts, offset=offset, gates=())
+    return outputs, gate_values(projected, gates, constants), window
+
+
+def gate_values(
+    projected: jax.Array, gates: Sequence[Gate], constants: Sequence[Sequence[jax.Array]]
+) -> tuple[jax.Array, ...]:
+    """Gates, float32 [B, T, H], of a projection [B, T, P], with the heads' constants of each."""
+    return tuple(
+        gate_value(gate, projected[..., gate.first : gate.first + gate.heads], arrays)
+        for gate, arrays in zip(gates, constants, strict=True)
+    )
 
 
 def kernel_gated_norm(
@@ -272,6 +291,37 @@ def kernel_gated_norm(
     if not _serves(gated_norm.check, y.shape[-1], groups, projected.dtype):
         return None
     return _kernel_gated_norm(y, projected, weight, groups=groups, eps=eps)
+
+
+def kernel_product(
+    x: jax.Array, matrix: jax.Array, activation: str | None = None, summed: bool = True
+) -> jax.Array | None:
+    """A few rows' product with a matrix by its GPU kernel; None where XLA's serves better or alone.
+
+    x: [*rows, K]; matrix: [K, N]; activation: as `pallas_kernels.products` has it. Returns [*rows, N] in the
+    dtype of x, or where `summed` is False float32 parts [S, rows, N] that are to be added.
+    """
+    from pallas_kernels import products
+
+    rows = math.prod(x.shape[:-1])
+    if rows > PRODUCT_ROWS or not _serves(products.check, rows, *matrix.shape, x.dtype, activation):
+        return None
+    parts = None if summed else products.parts_of(*matrix.shape)
+    result = _kernel_product(x.reshape(rows, -1), matrix, activation=activation, parts=parts)
+    return result.reshape(*x.shape[:-1], -1) if summed else result
+
+
+def kernel_residual_norm(
+    x: jax.Array, parts: jax.Array, weight: jax.Array, eps: float, offset: float
+) -> tuple[jax.Array, jax.Array] | None:
+    """x [*rows, D] + the sum of parts [S, rows, D], and its RMS norm, by their GPU kernel; None where it
+    cannot serve."""
+    from pallas_kernels import residual_norm
+
+    if not _serves(residual_norm.check, x.shape[-1], x.dtype):
+        return None
+    sums, normed = _kernel_residual_norm(x.reshape(-1, x.shape[-1]), parts, weight, eps=eps, offset=offset)
+    return sums.reshape(x.shape), normed.reshape(x.shape)
 
 
 def _serves(check: Callable[..., None], *sizes: Any) -> bool:
@@ -290,10 +340,11 @@ def _attention(q, k, v, position):
     return attention.attend(q, k, v, position)
 
 
-def _convolution(window, projected, weight, bias, position, *, parts, offset):
+def _convolution(window, projected, weight, bias, position, constants, *, parts, offset, gates):
     from pallas_kernels import convolution
 
-    return convolution.convolve(window, projected, weight, bias, position, parts, offset=offset)
+    options: dict[str, Any] = {"offset": offset, "gates": gates, "constants": constants}
+    return convolution.convolve(window, projected, weight, bias, position, parts, **options)
 
 
 def _gated_norm(y, projected, weight, *, groups, eps):
@@ -302,8 +353,24 @@ def _gated_norm(y, projected, weight, *, groups, eps):
     return gated_norm.gate_then_norm(y, projected, weight, groups=groups, eps=eps)
 
 
+def _product(x, matrix, *, activation, parts):
+    from pallas_kernels import products
+
+    return products.multiply(x, matrix, activation=activation, parts=parts)
+
+
+def _residual_norm(x, parts, weight, *, eps, offset):
+    from pallas_kernels import residual_norm
+
+    return residual_norm.add_then_norm(x, parts, weight, eps=eps, offset=offset)
+
+
+# Up to 8 rows take the same time, and less than XLA's product where they feed an activation or a sum.
+PRODUCT_ROWS = 8
 # One inner program a layer kind: its kernels are traced and lowered once, however many layers use them.
 _kernel_step = jax.jit(_step, static_argnames="recurrence")
 _kernel_attention = jax.jit(_attention)
-_kernel_convolution = jax.jit(_convolution, static_argnames=("parts", "offset"))
+_kernel_convolution = jax.jit(_convolution, static_argnames=("parts", "offset", "gates"))
 _kernel_gated_norm = jax.jit(_gated_norm, static_argnames=("groups", "eps"))
+_kernel_product = jax.jit(_product, static_argnames=("activation", "parts"))
+_kernel_residual_norm = jax.jit(_residual_norm, static_argnames=("eps", "offset"))

@@ -12,8 +12,8 @@ from models.config import NemotronHConfig, Qwen35Config
 from models.layers.conv import CausalConv
 from models.layers.embedding import Embedding
 from models.layers.groups import by_group
-from models.layers.mlp import bias_free
 from models.layers.norm import RMSNorm
+from models.layers.projection import bias_free
 from models.nemotron_h import NemotronH
 from models.qwen3_5 import Qwen35
 from pallas_kernels.numerics import kimi_delta_log_decay, l2_normalize

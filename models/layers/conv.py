@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from models.layers.groups import grouped
-from pallas_kernels.parts import Part
-from replayssm_jax.backend import kernel_convolution
+from pallas_kernels.parts import Gate, Part
+from replayssm_jax.backend import gate_values, kernel_convolution
 from replayssm_jax.replay import Segment
 
 
@@ -55,27 +55,40 @@ class CausalConv(nnx.Module):
         projected: Float[Array, "B T P"],
         offset: int,
         parts: tuple[Part, ...],
+        gates: tuple[tuple[Gate, *tuple[Float[Array, " H"], ...]], ...],
         layer: Any,
         segment: Segment,
-    ) -> tuple[tuple[Float[Array, "B G T E"], ...], Any]:
-        """What a recurrence takes: the convolution's outputs part by part, and the layer moved on.
+    ) -> tuple[tuple[Float[Array, "B G T E"], ...], tuple[Float32[Array, "B T H"], ...], Any]:
+        """What a recurrence takes: the convolution's outputs part by part, the gates, and the layer moved on.
 
-        projected: its channels from `offset` on are the convolution's. parts: of those, in order.
+        projected: its channels from `offset` on are the convolution's. parts: of those, in order. gates: of
+        other channels, each with its constants of the heads.
         """
+        constants = tuple(tuple(arrays) for _, *arrays in gates)
+        functions = tuple(gate for gate, *_ in gates)
         if layer is not None and segment.mode == "step" and segment.kernels:
             bias = None if self.bias is None else self.bias[...]
             served = kernel_convolution(
-                layer.conv, projected, self.weight[...], bias, segment.position, parts, offset
+                layer.conv,
+                projected,
+                self.weight[...],
+                bias,
+                segment.position,
+                parts,
+                offset,
+                functions,
+                constants,
             )
             if served is not None:
-                return served[0], replace(layer, conv=served[1])
+                outputs, values, window = served
+                return outputs, values, replace(layer, conv=window)
         channels = sum(part.channels for part in parts)
         mixed, layer = self(projected[..., offset : offset + channels], layer, segment)
         outputs, first = [], 0
         for part in parts:
             outputs.append(grouped(mixed[..., first : first + part.channels], part))
             first += part.channels
-        return tuple(outputs), layer
+        return tuple(outputs), gate_values(projected, functions, constants), layer
 
     def _weighed(self, columns: Sequence[Float[Array, "*batch C"]]) -> Float[Array, "*batch C"]:
         """silu of the columns under the taps, oldest first, times their weights; in the columns' dtype."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import convolution, launch
-from pallas_kernels.parts import Part
+from pallas_kernels.parts import Gate, Part
 
 pytestmark = pytest.mark.skipif(
     launch.jax_version() < launch.MINIMUM_JAX, reason="the kernels run from jax 0.11.2 on"
@@ -21,6 +21,14 @@ PUBLISHED = {
     "qwen3.5-4b": (Part(16, 128, 128**-0.5), Part(16, 128, 1.0), Part(16, 256)),
 }
 OFFSET = 64
+HEADS = 32
+# Of channels before and behind the convolution's.
+LIMIT = (0.001, 4.0)
+GATES = (
+    Gate("mamba2_dt", 0, HEADS, LIMIT),
+    Gate("gated_delta_log_decay", HEADS, HEADS),
+    Gate("sigmoid", OFFSET, HEADS),
+)
 
 
 def draw(parts, batch, tokens, taps, *, bias=True, dtype=jnp.bfloat16):
@@ -36,6 +44,22 @@ def draw(parts, batch, tokens, taps, *, bias=True, dtype=jnp.bfloat16):
 
 def wide(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def draw_constants():
+    a_log, bias = 3 * jax.random.normal(jax.random.key(7), (2, HEADS))
+    return (bias,), (a_log, bias), ()
+
+
+def gates_of(projected, constants):
+    """The gates in float64."""
+    (bias,), (a_log, other), _ = (tuple(map(wide, arrays)) for arrays in constants)
+    raw, a, b = (wide(projected)[..., gate.first : gate.first + HEADS] for gate in GATES)
+    return (
+        np.clip(np.log1p(np.exp(raw + bias)), *LIMIT),
+        -np.exp(a_log) * np.log1p(np.exp(a + other)),
+        1.0 / (1.0 + np.exp(-b)),
+    )
 
 
 def truth(parts, window, projected, weight, bias, position):
@@ -63,10 +87,14 @@ def truth(parts, window, projected, weight, bias, position):
 
 
 def check(parts, case, **options):
-    def call(*case):
-        return convolution.convolve(*case, parts, offset=OFFSET, **options)
+    constants = draw_constants()
 
-    outputs, window = jax.jit(call)(*case)
+    def call(case, constants):
+        window, *others = case
+        options_of = {"offset": OFFSET, "gates": GATES, "constants": constants} | options
+        return convolution.convolve(window, *others, parts=parts, **options_of)
+
+    outputs, gates, window = jax.jit(call)(case, constants)
     wanted, columns = truth(parts, *case)
     np.testing.assert_array_equal(wide(window), columns)
     for ours, exact in zip(outputs, wanted, strict=True):
@@ -74,6 +102,9 @@ def check(parts, case, **options):
         # One rounding, two where a vector is normalised after the first.
         error = np.sqrt(np.mean((wide(ours) - exact) ** 2) / np.mean(exact**2))
         assert error < float(jnp.finfo(ours.dtype).eps)
+    for ours, exact in zip(gates, gates_of(case[1], constants), strict=True):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_allclose(wide(ours), exact, rtol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +124,9 @@ def test_the_kernel_lowers_to_cuda(name, tokens):
     parts = PUBLISHED[name]
     case = jax.eval_shape(lambda: draw(parts, 256, tokens, 4))
 
-    def call(*case):
-        return convolution.convolve(*case, parts, offset=OFFSET)
+    def call(window, *others):
+        options = {"offset": OFFSET, "gates": GATES, "constants": draw_constants()}
+        return convolution.convolve(window, *others, parts=parts, **options)
 
     jax.jit(call, donate_argnums=0).trace(*case).lower(lowering_platforms=("cuda",))
 
@@ -120,3 +152,5 @@ def test_the_compiled_kernel_is_the_float64_loop(name, tokens):
 def test_what_the_kernel_cannot_serve_is_refused_with_the_reason(parts, tokens, dtype, reason):
     with pytest.raises(launch.Unsupported, match=reason):
         convolution.check(parts, dtype, tokens)
+    with pytest.raises(launch.Unsupported, match="multiple of 32 heads, got 48"):
+        convolution.check([Part(8, 64)], jnp.bfloat16, 1, [Gate("sigmoid", 0, 48)])
