@@ -5,10 +5,11 @@ true flush rate, random phases. Records are those of `bench.kernel_decode` with 
 nothing: it writes `pallas_kernels/launch_table.py` from the result file. An entry of the table serves one
 recurrence, one width of a state element and windows up to the timed one (the widest: all). Of all
 combinations it has the one whose largest ratio to a shape's fastest is least; entries that were not timed
-stay.
+stay. States fp8_e4m3 and nvfp4 are copies of an fp32 checkpoint; their parameters stand in
+`pallas_kernels/launch.py`.
 
     python -m bench.kernel_sweep --commit HASH [--shapes super,q122] [--windows 1,4] [--states fp32,bf16]
-        [--workers 8]
+        [--workers 8] [--out PATH]
     python -m bench.kernel_sweep --table
 """
 
@@ -32,6 +33,7 @@ TABLE = Path(__file__).resolve().parents[1] / "pallas_kernels" / "launch_table.p
 MOST_TOKENS = 8
 # A chip of 132 multiprocessors: one CTA on each or two.
 GRIDS = ((132, 4), (264, 2))
+CODED = ("fp8_e4m3", "nvfp4")
 HEAD = '''"""Launch parameters by device kind, recurrence and (bytes of a state element, largest window).
 
 What is left out is at its default. Written by `python -m bench.kernel_sweep --table` from its result file.
@@ -50,6 +52,18 @@ def combinations() -> list[LaunchParameters]:
     ctas, stages = GRIDS[0]
     tried += [LaunchParameters(ctas, stages, beside=1, claims=claims) for claims in (False, True)]
     return [*tried, dataclasses.replace(tried[2], granule=4)]
+
+
+def coded_combinations() -> list[LaunchParameters]:
+    """The same for copies in codes: coefficients apart from the copies where a multiprocessor has one CTA."""
+    tried = []
+    for claims in (False, True):
+        tried += [
+            LaunchParameters(132, stages, claims=claims, step=step, workers=2, apart=True)
+            for stages, step in ((6, 4), (4, 4), (2, 8))
+        ]
+        tried += [LaunchParameters(264, stages, claims=claims, step=4) for stages in (2, 3)]
+    return tried
 
 
 def wanted(records: Iterable[dict]) -> dict[tuple, dict[LaunchParameters, float]]:
@@ -84,7 +98,8 @@ def fastest(records: Iterable[dict]) -> str:
 def choose(records: Iterable[dict]) -> dict[str, dict[tuple[int, int], LaunchParameters]]:
     """Entries by recurrence and (bytes of a state element, largest window)."""
     groups: dict[tuple, list[dict[LaunchParameters, float]]] = {}
-    for (shape, window, state), times in wanted(records).items():
+    stored = (record for record in records if record["state"] not in CODED)
+    for (shape, window, state), times in wanted(stored).items():
         groups.setdefault((SHAPES[shape].recurrence, BITS[state] // 8, window), []).append(times)
     widest = {key[:2]: max(k[2] for k in groups if k[:2] == key[:2]) for key in groups}
     chosen: dict[str, dict[tuple[int, int], LaunchParameters]] = {}
@@ -130,12 +145,13 @@ def main() -> None:
             method="replay",
             tokens=int(tokens),
             state=state,
+            recurrence="fp32" if state in CODED else "",
             launch=tuple(dataclasses.asdict(parameters).items()),
         )
         for shape in options.shapes.split(",")
         for tokens in options.windows.split(",")
         for state in options.states.split(",")
-        for parameters in combinations()
+        for parameters in (coded_combinations() if state in CODED else combinations())
     ]
     result = result_file.head("bench.kernel_sweep", options.commit) | {"left_out": {}, "records": []}
     kernel_decode.run(listed, options, result)

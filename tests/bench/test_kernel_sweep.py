@@ -26,6 +26,12 @@ def test_combinations_are_distinct_and_cover_both_grids_with_and_without_a_flush
     assert {(one.ctas, one.beside) for one in tried} == {(132, 0), (264, 0), (132, 1)}
 
 
+def test_combinations_for_copies_in_codes_are_distinct_and_left_out_of_the_table():
+    tried = kernel_sweep.coded_combinations()
+    assert len(set(tried)) == len(tried)
+    assert not kernel_sweep.choose(swept({tried[0]: 1.0}, state="nvfp4"))
+
+
 def test_fastest_names_what_differs_from_the_defaults():
     line = kernel_sweep.fastest(swept({TWO: 280.0, ONE: 270.0}))
     assert line == "super T 1 fp32: 270.0 ctas=132 stages=4 beside=1; 280.0 ctas=132 stages=4"
