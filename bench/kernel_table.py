@@ -15,9 +15,9 @@ from jax.profiler import ProfileData
 # Kinds of kernels by what their names begin with or contain; all others are "other kernels".
 KINDS = {
     "state and ring": r"replay_|eager_step|conventional",
-    "products": r"nvjet|gemm|cublas|cutlass|splitK|product",
+    "products": r"nvjet|gemm|cublas|cutlass|splitK|few_rows",
     "attention": r"attention",
-    "convolution and gated norm": r"convolution|gated_norm",
+    "convolution and norms": r"convolution|_norm",
 }
 OTHER, BETWEEN = "other kernels", "between kernels"
 
