@@ -54,7 +54,7 @@ def test_nvfp4_by_lanes_has_the_portable_bits(number):
 FLOATS = [("fp8_e4m3", False), ("fp8_e4m3", True), ("fp16", True), ("bf16", True)]
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1, 2, 4))])
 @pytest.mark.parametrize(("format", "stochastic"), FLOATS)
 def test_codes_of_floats_by_lanes_are_the_portable_ones(format, stochastic, number):
     state = np.float32(list(states())[number])
