@@ -257,6 +257,7 @@ def test_kernels_around_the_recurrence_change_no_step(family, monkeypatch):
             outputs.append(np.asarray(out))
         logits.append(np.stack(outputs))
         windows.append(np.asarray(cache.layers[0].conv.astype(jnp.float32)))
-    assert all(asked) and len(asked) == (6 if family == "mamba2" else 4)
+    # So few heads have their gates from XLA, which is the one refusal.
+    assert (sum(asked), len(asked)) == ((6, 7) if family == "mamba2" else (4, 5))
     np.testing.assert_array_equal(*windows)
     assert rms_error(*logits) < 3e-2
