@@ -116,6 +116,7 @@ def test_predicts_text_it_has_not_seen(loaded):
     assert float(least_dt) > 0.001
 
 
+@pytest.mark.parametrize("loaded", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)], indirect=True)
 def test_generates_the_same_text_every_time(loaded):
     sampling = rs.Sampling(max_new_tokens=24)
     first, again = (rs.generate(loaded, PROMPTS, sampling, replay=rs.ReplayConfig()) for _ in range(2))
