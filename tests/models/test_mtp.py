@@ -152,6 +152,7 @@ class Follower:
                 assert_equal_numbers(found[row, :, :position], truth[row, :, :position])  # [B, N, S, D]
 
 
+@pytest.mark.parametrize("headed", ["GDN", pytest.param("M2", marks=pytest.mark.slow)], indirect=True)
 def test_entries_after_every_commit_are_those_of_a_run_that_never_drafted(headed, never_drafted):
     stream, follower = np.random.RandomState(11), Follower(headed)
     follower.prefill([5, 1, 0])
