@@ -243,13 +243,4 @@ class CodeLanes(Lanes):
 
     def half_product(self, total: list, left: list, right: list) -> list:
         """`product` on float16."""
-        names = [f"${i}" for i in range(14)]
-        groups = (names[:4], names[4:8], names[8:10], names[10:])
-        text = ", ".join("{" + ",".join(group) + "}" for group in groups)
-        result: Any = llvm.inline_asm(
-            llvm.StructType.get_literal([_f32()] * 4),
-            [x.raw for x in (*left, *right, *total)],
-            f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {text};",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        )
-        return [Number(llvm.extractvalue(_f32(), result, [i])) for i in range(4)]
+        return self.product(total, left, right, "f16")

@@ -195,8 +195,8 @@ class Lanes:
             _i32(), [first.raw, second.raw, first._of(selector)], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"
         )
 
-    def product(self, total: Sequence, left: Sequence, right: Sequence) -> list:
-        """total + left x right of a warp: `mma.sync.m16n8k16` on bfloat16 with float32 sums.
+    def product(self, total: Sequence, left: Sequence, right: Sequence, kind: str = "bf16") -> list:
+        """total + left x right of a warp: `mma.sync.m16n8k16` on bfloat16 or "f16" with float32 sums.
 
         With lane = 4 g + q: total holds rows g, g, g + 8, g + 8 of columns 2 q and 2 q + 1; left rows g,
         g + 8, g, g + 8 of inner pairs 2 q, 2 q, 2 q + 8, 2 q + 8; right column g of inner pairs 2 q, 2 q + 8.
@@ -207,7 +207,7 @@ class Lanes:
         result: Any = llvm.inline_asm(
             llvm.StructType.get_literal([_f32()] * 4),
             [x.raw for x in (*left, *right, *total)],
-            f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {text};",
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {text};",
             "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
         )
         return [Number(llvm.extractvalue(_f32(), result, [i])) for i in range(4)]
