@@ -9,6 +9,7 @@ place.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -280,7 +281,7 @@ class _Call:
         if flush is not None and parameters.beside:
             beside = work(flush, 1, stages=parameters.beside)
             if not (self.alone() or self.coded()):
-                before = work(flush, parameters.flush_workers, stages=1, claims=interpret is None)
+                before = functools.partial(work, flush, stages=1, claims=interpret is None)
         if self.coded():
             read = self.formats.read or self.formats.recurrence
             options = {"alone": self.alone(), "interpret": interpret}

@@ -27,7 +27,7 @@ from pallas_kernels.fold import claim, synchronise
 from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
 from pallas_kernels.packing import pack_readers, reader_parts
 from pallas_kernels.pipeline import (
-    SMS,
+    CTA_SHARED_BYTES,
     Geometry,
     Group,
     Operands,
@@ -81,15 +81,15 @@ def stream_window(
     launch: LaunchParameters,
     *,
     beside: Work | None = None,
-    before: Work | None = None,
+    before: Callable[[int], Work] | None = None,
     interpret: Any = None,
 ) -> None:
     """Outputs of the reading rows into operands.out; appends their new tokens to the rings in place.
 
     launch.claims: CTAs claim chunks by operands.counts[3], which is 0 again at the end; else they have equal
-    shares. beside: folds the rows that flush in a warpgroup of every CTA while the others read. before: folds
-    them in all of its warpgroups before anything is read, in shared memory that the stages take afterwards,
-    where they are too many for `beside` (`launch.flushes_beside`).
+    shares. beside: folds the rows that flush in a warpgroup of every CTA while the others read. before(n):
+    work that folds them in n warpgroups, as many as shared memory allows, before anything is read, where they
+    are too many for `beside` (`launch.flushes_beside`); the stages take its memory afterwards.
     """
     plgpu = mosaic_gpu()
     geometry.check()
@@ -121,25 +121,19 @@ def stream_window(
 
     # What a group's tiles need is kept twice when the next group's is computed meanwhile.
     halves = 2 if apart else 1
-    # A CTA that has a multiprocessor for itself copies what the next coefficients need meanwhile.
-    deep = apart and launch.ctas <= SMS
-    inputs = 2 if deep else 1
-    reader_halves = max(inputs, 2 if recurrence.shared_reader else 1)
-    key_slots = ring + tokens if compact else geo.slots
+    reader_halves = 2 if recurrence.shared_reader else 1
     scratch = {
-        "keys": plgpu.SMEM((inputs, key_slots, geo.d_state), operands.new_keys.dtype),
+        "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
         "reader": plgpu.SMEM((reader_halves, tokens, geo.d_state), operands.reader.dtype),
         "scalars": tuple(
-            plgpu.SMEM((inputs, geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
+            plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
         ),
-        "row_scalars": tuple(
-            plgpu.SMEM((inputs, tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)
-        ),
+        "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
         "weights": plgpu.SMEM(
             (halves, tokens, geo.group_heads if compact else geo.head_slots, geo.slots), jnp.float32
         ),
         "ticket": plgpu.SMEM((WARPGROUP,), jnp.int32),
-        "group_barrier": plgpu.Barrier(num_arrivals=group_copies, num_barriers=inputs),
+        "group_barrier": plgpu.Barrier(num_arrivals=group_copies),
         "constants": None,
         "scale": None,
         "readers": None,
@@ -153,7 +147,7 @@ def stream_window(
         scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
         scratch["free"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
     if has_constants:
-        scratch["constants"] = plgpu.SMEM((inputs, recurrence.head_constants, geo.head_slots), jnp.float32)
+        scratch["constants"] = plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
     if recurrence.shared_reader:
         scratch["scale"] = plgpu.SMEM((halves, tokens, geo.head_slots), jnp.float32)
     else:
@@ -166,15 +160,20 @@ def stream_window(
     warpgroups = 1 + apart + (beside is not None)
     if beside is not None:
         scratch["beside"] = beside.scratch
+    earlier = None
     if before is not None:
-        warpgroups = max(warpgroups, before.workers)
-        kept, barriers = split_barriers(before.scratch)
-        scratch["before"] = barriers
+        works = map(before, range(launch.flush_workers, 0, -1))
+        fitting = (one for one in works if shared_bytes((scratch, one.scratch)) <= CTA_SHARED_BYTES)
+        earlier = next(fitting, None)
+    if earlier is not None:
+        warpgroups = max(warpgroups, earlier.workers)
+        kept, barriers = split_barriers(earlier.scratch)
+        scratch["earlier"] = barriers
         scratch["folded"] = plgpu.Barrier(num_arrivals=warpgroups)
 
     def stages_or_work(stages: int) -> Any:
-        """The stages, in memory that `before` has used when it runs."""
-        if before is None:
+        """The stages, in memory that the earlier work has used when they begin."""
+        if earlier is None:
             return staged(stages)
         if not fused:
             return staged(stages), kept
@@ -198,7 +197,7 @@ def stream_window(
     scratch["tile_barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
 
     def body(*refs: Any, **buffers: Any) -> None:
-        if before is None:
+        if earlier is None:
             buffers |= buffers.pop("stages")
         else:
             staged_buffers, work_buffers = buffers.pop("stages")
@@ -264,10 +263,7 @@ def stream_window(
                 smem.ticket[...] = ticket
 
         def following(chunk: Chunk) -> Chunk:
-            """The chunk after the last known one."""
-            return (
-                chunk_of(smem.ticket[0] + inputs * ctas) if claims else chunk_at(chunk.ticket + chunk.count)
-            )
+            return chunk_of(smem.ticket[0] + ctas) if claims else chunk_at(chunk.ticket + chunk.count)
 
         def aligned_head(group: jax.Array) -> jax.Array:
             return lax.div(group * geo.group_heads, 4) * 4
@@ -308,31 +304,30 @@ def stream_window(
         def issue_group(chunk: Chunk, number: jax.Array) -> None:
             row, group = chunk.row, lax.div(chunk.within, tiles)
             block = row * groups + group
-            heads, half = pl.ds(aligned_head(group), geo.head_slots), lax.rem(number, inputs)
-            keys = smem.keys.at[half]
+            heads = pl.ds(aligned_head(group), geo.head_slots)
 
             def load(source: Any, target: Any) -> None:
-                plgpu.copy_gmem_to_smem(source, target, smem.group_barrier.at[half])
+                plgpu.copy_gmem_to_smem(source, target, smem.group_barrier)
 
-            ring_copies(chunk, lambda source, slots: load(keys_ring.at[source, slots], keys.at[slots]))
-            load(keys_in.at[block], keys.at[fresh])
+            ring_copies(chunk, lambda source, slots: load(keys_ring.at[source, slots], smem.keys.at[slots]))
+            load(keys_in.at[block], smem.keys.at[fresh])
             load(reader_in.at[block], smem.reader.at[lax.rem(number, reader_halves)])
             for source, new, target in zip(scalar_rings, scalars_in, smem.scalars, strict=True):
-                load(source.at[row, :, heads], target.at[half, pl.ds(0, ring)])
-                load(new.at[row, :, heads], target.at[half, fresh])
+                load(source.at[row, :, heads], target.at[pl.ds(0, ring)])
+                load(new.at[row, :, heads], target.at[fresh])
             all_heads = skip(group == 0, row, geo.batch)
             for new, target in zip(scalars_in, smem.row_scalars, strict=True):
-                load(new.at[all_heads], target.at[half])
+                load(new.at[all_heads], target)
             if has_constants:
-                load(constants_in[0].at[:, heads], smem.constants.at[half])
+                load(constants_in[0].at[:, heads], smem.constants)
 
-        def append(chunk: Chunk, half: jax.Array) -> None:
+        def append(chunk: Chunk) -> None:
             group = lax.div(chunk.within, tiles)
             block = chunk.row * groups + group
             for t in range(tokens):
                 slot = lax.rem(chunk.start + chunk.length + t, ring)
                 plgpu.copy_smem_to_gmem(
-                    smem.keys.at[half, pl.ds(ring + t, 1)],
+                    smem.keys.at[pl.ds(ring + t, 1)],
                     keys_ring.at[block, pl.ds(slot, 1)],
                     commit_group=False,
                 )
@@ -341,23 +336,20 @@ def stream_window(
                 def _(t=t, slot=slot):
                     # A whole row of heads at once: partial sectors cost a read before the write.
                     for target, source in zip(scalar_rings, smem.row_scalars, strict=True):
-                        plgpu.copy_smem_to_gmem(
-                            source.at[half, t], target.at[chunk.row, slot], commit_group=False
-                        )
+                        plgpu.copy_smem_to_gmem(source.at[t], target.at[chunk.row, slot], commit_group=False)
 
             plgpu.commit_smem_to_gmem_group()
 
         def prepare(chunk: Chunk, number: jax.Array) -> None:
-            """What the tiles of a chunk need; claims the next unknown one."""
+            """What the tiles of a chunk need; claims the next chunk."""
             ticket = claim_next(chunk)
             half, reader_half = lax.rem(number, halves), lax.rem(number, reader_halves)
-            place = lax.rem(number, inputs)
-            plgpu.barrier_wait(smem.group_barrier.at[place])
+            plgpu.barrier_wait(smem.group_barrier)
             group = lax.div(chunk.within, tiles)
 
             @pl.when(lax.rem(chunk.within, tiles) == 0)
             def _():
-                append(chunk, place)
+                append(chunk)
 
             recurrence.coefficients(
                 Group(
@@ -368,10 +360,10 @@ def stream_window(
                     start=chunk.start,
                     length=chunk.length,
                     offset=group * geo.group_heads - aligned_head(group),
-                    keys=smem.keys.at[place],
+                    keys=smem.keys,
                     reader=smem.reader.at[reader_half],
-                    scalars=tuple(buffer.at[place] for buffer in smem.scalars),
-                    constants=smem.constants.at[place] if has_constants else None,
+                    scalars=smem.scalars,
+                    constants=smem.constants,
                     weights=smem.weights.at[half],
                     scale=smem.scale.at[half] if recurrence.shared_reader else None,
                     readers=None if recurrence.shared_reader else smem.readers.at[half],
@@ -444,30 +436,18 @@ def stream_window(
             """The coefficients of all chunks, up to two ahead of the tiles."""
 
             def one(carry: tuple) -> tuple:
-                number, chunk, after = carry
-                if deep:
-                    if claims:
-                        publish(after, number + 1)
-                    pl.when(after.count > 0)(lambda: issue_group(after, number + 1))
-                else:
-                    issue_group(chunk, number)
+                number, chunk = carry
+                if claims:
+                    publish(chunk, number)
+                issue_group(chunk, number)
                 wait_free(number - 2)
                 prepare(chunk, number)
                 plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
-                if deep:
-                    return number + 1, after, following(after)
-                after = following(chunk)
-                if claims:
-                    publish(after, number + 1)
-                return number + 1, after, after
+                return number + 1, following(chunk)
 
-            chunk = after = opening()
+            number, chunk = lax.while_loop(lambda carry: carry[1].count > 0, one, (jnp.int32(0), opening()))
             if claims:
-                publish(chunk, jnp.int32(0))
-            if deep:
-                pl.when(chunk.count > 0)(lambda: issue_group(chunk, jnp.int32(0)))
-                after = chunk_of(cta + ctas) if claims else following(chunk)
-            number, *_ = lax.while_loop(lambda carry: carry[1].count > 0, one, (jnp.int32(0), chunk, after))
+                publish(chunk, number)
             wait_free(number - 2)
             wait_free(number - 1)
             plgpu.wait_smem_to_gmem(0)
@@ -536,24 +516,24 @@ def stream_window(
 
         few = flushes_beside(counts_in)
 
-        def fold_before(work: Work) -> None:
+        def fold_earlier(work: Work) -> None:
             mine = lax.axis_index("warpgroup")
 
             @pl.when(mine < work.workers)
             def _():
                 worker, of_all = mine * ctas + cta, work.workers * ctas
-                work.serve(refs, worker, of_all, work_buffers | smem.before, counts_in[1], mine)
+                work.serve(refs, worker, of_all, work_buffers | smem.earlier, counts_in[1], mine)
 
             plgpu.commit_smem()
             plgpu.barrier_arrive(smem.folded)
             plgpu.barrier_wait(smem.folded)
 
         def fold_beside(work: Work) -> None:
-            rows = counts_in[1] if before is None else jnp.where(few, counts_in[1], 0)
+            rows = counts_in[1] if earlier is None else jnp.where(few, counts_in[1], 0)
             work.serve(refs, cta, ctas, smem.beside, rows)
 
-        if before is not None:
-            pl.when(~few)(functools.partial(fold_before, before))
+        if earlier is not None:
+            pl.when(~few)(functools.partial(fold_earlier, earlier))
         roles = [serve_tiles, *([serve_groups] if apart else [])]
         if beside is not None:
             roles.append(functools.partial(fold_beside, beside))
