@@ -185,6 +185,53 @@ def test_a_step_hands_the_kernels_what_they_ask_for(family, method, monkeypatch)
     backend._kernel_step.clear_cache()
 
 
+def portable_product(x, matrix, *, activation, parts):
+    """The contract of `products.multiply`: parts are sums over pieces of the inner axis, in float32."""
+    from models.layers.projection import gated_silu, squared_relu
+
+    if parts is not None:
+        pieces = [jnp.dot(*pair) for pair in zip(jnp.split(x, 2, 1), jnp.split(matrix, 2), strict=True)]
+        return jnp.stack(pieces).astype(jnp.float32)
+    return {None: lambda y: y, "squared relu": squared_relu, "gated silu": gated_silu}[activation](x @ matrix)
+
+
+def portable_residual_norm(x, parts, weight, *, eps, offset):
+    """The contract of `residual_norm.add_then_norm`."""
+    sums = x + parts.sum(0)
+    scale = jax.lax.rsqrt(jnp.square(sums).mean(-1, keepdims=True) + eps)
+    return sums, (offset + weight)[None] * sums * scale
+
+
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
+def test_layers_of_few_rows_hand_the_kernels_what_they_ask_for(family, monkeypatch):
+    from pallas_kernels import products, residual_norm
+
+    name, asked = f"tests.portable_{family}", []
+    monkeypatch.setitem(sys.modules, name, portable_kernels(recurrence.RECURRENCES[family], name))
+    monkeypatch.setitem(backend.KERNELS, family, name)
+    monkeypatch.setattr(backend, "_kernel_product", portable_product)
+    monkeypatch.setattr(backend, "_kernel_residual_norm", portable_residual_norm)
+
+    def serves(check, *sizes):
+        asked.append(check)
+        return check in (products.check, residual_norm.check)
+
+    monkeypatch.setattr(backend, "_serves", serves)
+    model, texts = hot_model(family, layers=2), random_tokens(3, 24)
+    cache = model.init_cache(3, 32, rs.ReplayConfig(buffer_length=5, window=2))
+    cache = dataclasses.replace(cache, replay=dataclasses.replace(cache.replay, implementation="pallas"))
+    _, cache = rs.prefill(model, texts[:, :16], np.array([3, 7, 5]), cache)
+    logits, _, _ = jax.jit(replay_module.step_core)(
+        model, np.stack([row[p : p + 2] for row, p in zip(texts, (3, 7, 5), strict=True)]), cache
+    )
+    expected = full_logits(model, texts)
+    for row, p in enumerate((3, 7, 5)):
+        assert_close(logits[row], expected[row, p : p + 2])
+    # Every layer's last product goes to the norm behind it.
+    assert asked.count(residual_norm.check) >= 2 and asked.count(products.check) > 2
+    backend._kernel_step.clear_cache()
+
+
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("method", [rs.ReplayConfig(buffer_length=14, window=2), rs.EagerConfig()])
