@@ -1,4 +1,4 @@
-"""Tables and figures of the README from result files of `bench.precision_drift`.
+"""Tables and figures of the README and bench/RESULTS.md from result files of `bench.precision_drift`.
 
 python -m bench.drift_report bench/results/precision_drift*.json [--plots bench/results]
 
@@ -203,7 +203,7 @@ def _runs(records: list[dict]) -> list[tuple[str, int]]:
 
 
 def tables(records: list[dict], lengths: Collection[int] = (16,)) -> dict[str, str]:
-    """The tables of the README, by name. lengths: of those by head."""
+    """The tables of the documents, by name. lengths: of those by head."""
     if not records:
         return {}
     return {

@@ -272,7 +272,7 @@ def real_drafts(records: Sequence[dict]) -> str:
 
 
 def tables(paths: Sequence[Path]) -> dict[str, str]:
-    """The tables of the README that these result files give, by name."""
+    """The tables of the documents that these result files give, by name."""
     whole = read(paths, "bench.e2e_decode_speedup")
     made = {
         "whole-models": (steps, whole),

@@ -1,4 +1,4 @@
-"""Tables of the README from a result file of `bench.kernel_decode`, in Markdown.
+"""Tables of the README and bench/RESULTS.md from a result file of `bench.kernel_decode`, in Markdown.
 
 python -m bench.kernel_report bench/results/kernel_decode.json
 """
@@ -157,7 +157,7 @@ def by_format(records: list[dict], batch: int = 256) -> str:
 
 
 def tables(records: list[dict]) -> dict[str, str]:
-    """The tables of the README, by name."""
+    """The tables of the documents, by name."""
     made = {
         "": headline,
         "-by-peer": by_peer,

@@ -1,4 +1,4 @@
-"""Tables of the README from result files.
+"""Tables of README.md and bench/RESULTS.md from result files.
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`; `bench.kernel_report`,
 `bench.e2e_report` and `bench.drift_report` give the names. A table without records stays as it is.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench import drift_report, e2e_report, kernel_report, result_file
 
-README = result_file.RESULTS.parent.parent / "README.md"
+DOCUMENTS = result_file.RESULTS.parent.parent / "README.md", result_file.RESULTS.parent / "RESULTS.md"
 BLOCK = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
 
@@ -37,7 +37,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.parse_args()
-    README.write_text(filled(README.read_text(), tables()))
+    made = tables()
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text(), made))
 
 
 if __name__ == "__main__":
