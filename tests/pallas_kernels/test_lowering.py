@@ -28,11 +28,11 @@ MORE = [
 ALL = [("nano-4b", 1), ("q122", 1)]
 
 
-def lower(name, tokens, *, batch=256, **dtypes):
+def lower(name, tokens, *, batch=256, length=16, **dtypes):
     shape = SHAPES[name]
-    slots = launch.ring_slots(16, tokens)
+    slots = launch.ring_slots(length, tokens)
     draw = functools.partial(
-        cases.draw, shape, batch=batch, tokens=tokens, buffer_length=16, slots=slots, **dtypes
+        cases.draw, shape, batch=batch, tokens=tokens, buffer_length=length, slots=slots, **dtypes
     )
     arguments = jax.eval_shape(lambda: draw().arguments())
     kernels = cases.KERNELS[shape.recurrence]
@@ -65,6 +65,12 @@ def test_kernels_lower_to_cuda(name, tokens):
 @pytest.mark.parametrize(("name", "tokens"), MORE)
 def test_kernels_lower_to_cuda_at_more_shapes(name, tokens):
     lower(name, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "length"), [("super", 32), ("q122", 8), ("q122", 32), ("qwen3.5-27b", 32)])
+def test_kernels_lower_to_cuda_at_other_lengths_of_the_ring(name, length):
+    lower(name, 1, length=length)
 
 
 @pytest.mark.slow
