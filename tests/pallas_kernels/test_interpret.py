@@ -204,5 +204,5 @@ def test_plan_puts_flushing_rows_last():
     cursor, counts = jax.jit(launch.plan)(
         jnp.asarray([True, False, True, False, False]), index + 10, index + 20
     )
-    assert counts.tolist() == [3, 2, 0]
+    assert counts.tolist() == [3, 2, 0, 0]
     assert cursor.tolist() == [[row, row + 10, row + 20, 0] for row in (1, 3, 4, 0, 2)]
