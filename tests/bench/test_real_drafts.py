@@ -7,6 +7,7 @@ from bench.real_drafts import measure, table
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_methods_decode_the_same_text():
     loaded = rs.load("tiny-nemotron-h")
     records = measure(loaded, 2, 24, {"ngram": rs.Speculative("ngram", 2)}, 1, rs.ReplayConfig())

@@ -193,7 +193,7 @@ B19_CASES = [
         case,
         size,
         id="L{}-W{}".format(*size),
-        marks=[] if size in B19_BY_DEFAULT or size[0] < size[1] else pytest.mark.slow,
+        marks=[] if size in B19_BY_DEFAULT or size[0] < size[1] else BETWEEN,
     )
     for case, size in enumerate(B19)
 ]

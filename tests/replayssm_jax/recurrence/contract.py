@@ -193,7 +193,7 @@ class ReplayContract:
         self.check_replay(Shape(), buffer_length=5, window=5, rounds=12, seed=5)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("per_group", [1, 2, 3, 4])
+    @pytest.mark.parametrize("per_group", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
     @pytest.mark.parametrize(("buffer_length", "window"), SCHEDULES)
     def test_replay_equals_the_serial_loop_for_many_rounds(self, buffer_length, window, per_group):
         decays = ("mixed", "slow", "spiky")[(buffer_length + window + per_group) % 3]
