@@ -531,10 +531,12 @@ def assert_alone(family: str, prompts: list[list[int]], out: Generation) -> None
 run_hot = functools.partial(generate, max_length=HOT_LENGTH)
 
 
+# Their programs differ from those of the other family in the recurrence only.
+BY_HAND = [pytest.mark.slow, pytest.mark.long]
 VARIANTS = [
     ("mamba2", MODES[0]),
     ("mamba2", MODES[1]),
-    pytest.param("gated_delta", MODES[0], marks=pytest.mark.slow),
+    pytest.param("gated_delta", MODES[0], marks=BY_HAND),
 ]
 
 
@@ -556,7 +558,7 @@ def test_B01_B02_B03_B04_padding_lengths_and_rows_leak_nowhere(family, replay):
     assert right.tokens == left.tokens
 
 
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("gated_delta", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("gated_delta", marks=BY_HAND)])
 def test_spread_flushes_keep_text_and_logprobs(family):
     loaded, sampling = hot(family), Sampling(max_new_tokens=18)
     prompts = random_prompts(3, 11, 16, 1, 2, 4)

@@ -40,13 +40,13 @@ def plain(name: str) -> tuple[Loaded, list[int], list[int], np.ndarray]:
     return loaded, prompt, text, best[:, 1] - best[:, 0]
 
 
-OFTEN = [(2, 8), (4, 16), (8, 32)]
+OFTEN = (4, 16)
 
 
 def _grid() -> list:
-    """Every window with every buffer length; those off the diagonal are too long for CI."""
+    """Every window with every buffer length; CI has time for one of them."""
     grid = itertools.product((2, 4, 8), (8, 16, 32))
-    return [pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.long) for case in grid]
+    return [pytest.param(*case, marks=[] if case == OFTEN else pytest.mark.long) for case in grid]
 
 
 @pytest.mark.parametrize(("window", "length"), _grid())
@@ -55,7 +55,7 @@ def test_greedy_texts_are_those_of_plain_decoding(name, window, length):
     loaded, prompt, text, gaps = plain(name)
     places = np.random.default_rng(length).integers(0, window, 97)
     planted = Planted.of([prompt], [text], [[(window - 1, place) for place in places]], loaded.vocab_size)
-    trained_head = name == "tiny-qwen3.5" and (window, length) not in OFTEN
+    trained_head = name == "tiny-qwen3.5" and length != 4 * window
     for drafter in (planted, "mtp" if trained_head else "ngram"):
         out = rs.generate(
             loaded,
