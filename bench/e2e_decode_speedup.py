@@ -14,7 +14,6 @@ records of the operation `compile` then have the times of processes that find th
     python -m bench.e2e_decode_speedup --model nano-4b --batch-size 256 --commit HASH
 """
 
-import argparse
 import contextlib
 import dataclasses
 import operator
@@ -23,10 +22,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from bench import result_file
+from bench import model_options
 from bench.decode_loop import PHASES, Setting, needed_bytes
-from bench.e2e_models import CUT_LAYERS, HUB_NAMES, STAND_INS
-from bench.processes import Task, add_options, run_all
+from bench.processes import Task, run_all
 
 METHODS = ("eager", "replay")
 
@@ -103,17 +101,8 @@ def speedups(records: list[dict]) -> str:
 
 def main() -> None:
     """Command line; prints the speed-ups last and writes the result file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in words(text)]
-
-    def words(text: str) -> list[str]:
-        return [part for part in text.split(",") if part]
-
-    parser.add_argument("--model", "--model-id", default="nano-4b", choices=(*CUT_LAYERS, *HUB_NAMES))
+    numbers, words = model_options.numbers, model_options.words
+    parser = model_options.parser(__doc__)
     parser.add_argument(
         "--full-batches",
         "--batch-size",
@@ -122,32 +111,20 @@ def main() -> None:
         help="batches of the whole model",
     )
     parser.add_argument("--batches", type=numbers, default=[], help="batches of the depth cut")
-    parser.add_argument("--layers", type=int, help="layers of the depth cut")
     parser.add_argument("--contexts", type=numbers, default=[256], help="tokens of a prompt")
     parser.add_argument("--mixed", type=int, default=0, help="prompts are up to so many tokens longer")
     parser.add_argument("--new-tokens", type=int, default=128, help="a repeat, in whole dispatches")
-    parser.add_argument("--steps", type=int, default=16, help="tokens a dispatch")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--buffer-lengths", type=numbers, default=[16])
     parser.add_argument("--formats", type=words, default=["fp32"], help="of replay's states")
     parser.add_argument("--phases", type=words, default=["random"], help=f"some of {', '.join(PHASES)}")
-    parser.add_argument("--memory", type=float, default=130.0, help="GB for both processes, or one of them")
-    parser.add_argument("--jobs", type=int, default=1, help="pairs that compile side by side")
     parser.add_argument("--profile", action="store_true", help="one more dispatch, summed by kind of kernel")
     parser.add_argument("--compile-times", action="store_true", help="with and without the persistent cache")
-    add_options(parser)
     options = parser.parse_args()
-    # This process only names the device; the memory is its children's.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    name: str = HUB_NAMES.get(options.model) or options.model
-    result = result_file.head("bench.e2e_decode_speedup", options.commit)
-    result["xla_flags"] = os.environ.get("XLA_FLAGS", "")
-    if name in STAND_INS:
-        result["note"] = f"{name}: experts replaced by dense MLPs of the width that a token uses"
+    save, limits = model_options.results("e2e_decode_speedup", options)
     variants = [
         replays(
             Setting(
-                model=name,
+                model=options.model,
                 layers=layers,
                 batch=batch,
                 method="replay",
@@ -164,31 +141,21 @@ def main() -> None:
         )
         for layers, batches in (
             (None, options.full_batches),
-            (options.layers or CUT_LAYERS[name], options.batches),
+            (model_options.cut(options), options.batches),
         )
         for batch in batches
         for context in options.contexts
     ]
     pairs = groups(variants, options.memory * 1e9)
-    out = options.out or result_file.RESULTS / f"e2e_decode_speedup_{name}.json"
-
-    def save(records: list[dict], left_out: list[dict]) -> None:
-        result_file.write(result | {"left_out": left_out, "records": records}, out)
-
-    limits = {"memory": options.memory * 1e9, "turn_limit": options.turn_limit, "lock": options.lock}
     cache = empty_compilation_cache() if options.compile_times else contextlib.nullcontext()
     began = time.monotonic()
     with cache:
-        records, left_out = run_all(
-            pairs, save=save, jobs=options.jobs, time_limit=options.time_limit, **limits
-        )
+        records, left_out = run_all(pairs, save=save, **limits)
         if options.compile_times:
             run_all(
                 compilations(pairs),
                 save=lambda more, lost: save(records + more, left_out + lost),
-                jobs=1,
-                time_limit=options.time_limit - (time.monotonic() - began),
-                **limits,
+                **limits | {"jobs": 1, "time_limit": options.time_limit - (time.monotonic() - began)},
             )
     print(speedups(records))
 

@@ -13,13 +13,11 @@ both speculative methods). Whole models at T = 4 and the batches of `--full-batc
 
 import argparse
 import dataclasses
-import os
 
-from bench import result_file
+from bench import model_options
 from bench.decode_loop import Setting
-from bench.e2e_models import CUT_LAYERS, STAND_INS
 from bench.e2e_report import rows_that_fit
-from bench.processes import Task, add_options, run_all
+from bench.processes import Task, run_all
 from bench.roofline import committed, draft_rate
 
 
@@ -47,7 +45,7 @@ def plan(options: argparse.Namespace) -> list[Task]:
         steps=options.steps,
         repeats=options.repeats,
     )
-    cut = dataclasses.replace(base, layers=options.layers or CUT_LAYERS[options.model])
+    cut = dataclasses.replace(base, layers=model_options.cut(options))
     settings = []
     for batch in options.full_batches:
         settings += points(base, batch, 4, rate)
@@ -86,14 +84,8 @@ def ratios(records: list[dict]) -> str:
 
 def main() -> None:
     """Command line; prints the ratios last and writes the result file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",") if part]
-
-    parser.add_argument("--model", default="nano-4b", choices=CUT_LAYERS)
+    numbers = model_options.numbers
+    parser = model_options.parser(__doc__, jobs=2)
     parser.add_argument("--full-batches", type=numbers, default=[256, 512], help="batches of the whole model")
     parser.add_argument(
         "--batches", type=numbers, default=[1, 16, 64, 128, 256, 512], help="batches of the depth cut"
@@ -105,36 +97,19 @@ def main() -> None:
         default=True,
         help="plain decoding too: of the cut, and in records of how many rows fit",
     )
-    parser.add_argument("--layers", type=int, help="layers of the depth cut")
     parser.add_argument("--mean-accepted", type=float, default=3.0, help="tokens committed a step at T = 4")
     parser.add_argument("--buffer-length", type=int, default=16)
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=16, help="steps a dispatch")
-    parser.add_argument("--repeats", type=int, default=5, help="dispatches timed")
-    parser.add_argument("--memory", type=float, default=130.0, help="GB; what needs more is left out")
     parser.add_argument(
         "--concurrency", action=argparse.BooleanOptionalAction, default=True, help="how many rows fit"
     )
     parser.add_argument(
         "--max-lengths", type=numbers, default=[512, 2048], help="positions a row in those records"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="processes that compile side by side")
-    add_options(parser)
     options = parser.parse_args()
-    # This process only names the device; the memory is its children's.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    result = result_file.head("bench.e2e_spec_decode_throughput", options.commit)
-    result["xla_flags"] = os.environ.get("XLA_FLAGS", "")
-    if options.model in STAND_INS:
-        result["note"] = f"{options.model}: experts replaced by dense MLPs of the width that a token uses"
-    out = options.out or result_file.RESULTS / f"e2e_spec_decode_throughput_{options.model}.json"
-
-    def save(records: list[dict], left_out: list[dict]) -> None:
-        result_file.write(result | {"left_out": left_out, "records": records}, out)
-
+    save, limits = model_options.results("e2e_spec_decode_throughput", options)
     groups = [[task] for task in plan(options)]
-    limits = {"jobs": options.jobs, "time_limit": options.time_limit, "turn_limit": options.turn_limit}
-    records, _ = run_all(groups, save=save, memory=options.memory * 1e9, lock=options.lock, **limits)
+    records, _ = run_all(groups, save=save, **limits)
     print(ratios(records))
 
 

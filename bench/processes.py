@@ -154,19 +154,6 @@ def run_group(
     return results
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of benchmarks that run in processes: limits, the device's lock, commit, result file."""
-    parser.add_argument(
-        "--time-limit", type=float, default=3600.0, help="seconds; what is left out is listed"
-    )
-    parser.add_argument(
-        "--turn-limit", type=float, default=120.0, help="seconds on the device, warm-up included"
-    )
-    parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--out", type=Path)
-
-
 def run_all(
     groups: Sequence[Sequence[Task]],
     *,

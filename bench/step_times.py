@@ -13,13 +13,9 @@ max and mean of these, and p99_of_all without those medians. Tokens a second are
     python -m bench.step_times --model nano-4b --batches 64,256 --commit HASH
 """
 
-import argparse
-import os
-
-from bench import result_file
+from bench import model_options
 from bench.decode_loop import Setting
-from bench.e2e_models import CUT_LAYERS, HUB_NAMES, STAND_INS
-from bench.processes import Task, add_options, run_all
+from bench.processes import Task, run_all
 
 
 def table(records: list[dict]) -> str:
@@ -42,37 +38,16 @@ def table(records: list[dict]) -> str:
 
 def main() -> None:
     """Command line; prints the table last and writes the result file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",") if part]
-
-    parser.add_argument("--model", "--model-id", default="nano-4b", choices=(*CUT_LAYERS, *HUB_NAMES))
-    parser.add_argument("--batches", type=numbers, default=[64, 256])
-    parser.add_argument("--layers", type=int, help="layers of the depth cut; 0: the whole model")
+    parser = model_options.parser(__doc__, steps=128, repeats=7)
+    parser.add_argument("--batches", type=model_options.numbers, default=[64, 256])
     parser.add_argument("--context", type=int, default=512, help="committed tokens a row at the start")
-    parser.add_argument("--steps", type=int, default=128, help="steps of a repeat, one dispatch")
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--buffer-length", type=int, default=16)
-    parser.add_argument("--memory", type=float, default=130.0, help="GB for the processes of a batch")
-    parser.add_argument("--jobs", type=int, default=1, help="batches that compile side by side")
-    add_options(parser)
     options = parser.parse_args()
-    # This process only names the device; the memory is its children's.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    name: str = HUB_NAMES.get(options.model) or options.model
-    result = result_file.head("bench.step_times", options.commit)
-    result["xla_flags"] = os.environ.get("XLA_FLAGS", "")
-    if name in STAND_INS:
-        result["note"] = f"{name}: experts replaced by dense MLPs of the width that a token uses"
 
     def task(batch: int, method: str, phases: str) -> Task:
-        layers = CUT_LAYERS[name] if options.layers is None else options.layers or None
         setting = Setting(
-            model=name,
-            layers=layers,
+            model=options.model,
+            layers=model_options.cut(options),
             batch=batch,
             method=method,
             buffer_length=options.buffer_length,
@@ -86,13 +61,8 @@ def main() -> None:
 
     columns = (("replay", "synchronised"), ("replay", "spread"), ("eager", "random"))
     groups = [[task(batch, *column) for column in columns] for batch in options.batches]
-    out = options.out or result_file.RESULTS / f"step_times_{name}.json"
-
-    def save(records: list[dict], left_out: list[dict]) -> None:
-        result_file.write(result | {"left_out": left_out, "records": records}, out)
-
-    limits = {"jobs": options.jobs, "time_limit": options.time_limit, "turn_limit": options.turn_limit}
-    records, _ = run_all(groups, save=save, memory=options.memory * 1e9, lock=options.lock, **limits)
+    save, limits = model_options.results("step_times", options)
+    records, _ = run_all(groups, save=save, **limits)
     print(table(records))
 
 

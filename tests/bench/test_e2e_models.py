@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench import model_options
 from bench.e2e_models import depth_cut, layer_kinds, published, published_json, random_model
 from models.checkpoint import parameter_count
 from models.config import parse_config
@@ -34,6 +35,18 @@ def test_the_json_of_a_depth_cut_is_read_back(name, layers):
     raw = published_json(name, layers)
     assert parse_config(raw) == depth_cut(published(name), layers)
     assert raw["num_hidden_layers"] == len(layer_kinds(parse_config(raw)))
+
+
+def test_command_lines_take_hub_names_and_cuts_of_any_depth():
+    def parsed(*words):
+        return model_options.parser(None, repeats=7).parse_args([*words, "--commit", "0"])
+
+    options = parsed("--model-id", "Qwen/Qwen3.5-4B")
+    assert (options.model, options.repeats, model_options.cut(options)) == ("qwen3.5-4b", 7, 8)
+    assert model_options.cut(parsed("--layers", "0")) is None
+    assert model_options.cut(parsed("--layers", "2")) == 2
+    with pytest.raises(SystemExit):
+        parsed("--model", "nano-5b")
 
 
 def test_unknown_models_are_refused_by_name():
