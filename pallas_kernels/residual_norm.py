@@ -1,4 +1,4 @@
-"""The residual stream's sum and the RMS norm behind it in one pass."""
+"""The residual stream's sum and the RMS norm behind it in one pass, a CTA a row."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.launch import Unsupported, mosaic_gpu, require_jax
 from pallas_kernels.pipeline import tiled_layout
 
-# Rows of a CTA, one a warp; a lane has two channels of 64.
-_ROWS = 4
+# Channels that the four warps of a CTA take together, four a lane; every warp takes the rest, two a lane.
+_TOGETHER = 512
 _CHANNELS = 64
 
 
@@ -34,32 +34,40 @@ def add_then_norm(
     (count, channels), addends = x.shape, parts.shape[0]
     check(channels, x.dtype)
     plgpu, dtype = mosaic_gpu(), x.dtype
-    each = _ROWS if count % _ROWS == 0 else 1
-    warps = -6 if each > 1 else plgpu.Replicated(4)
-    tiles = ((each, _CHANNELS), (1, _CHANNELS), (1, 2))
-    layout = tiled_layout(plgpu, tiles, (warps,), (-3,), -1)
+    rest = channels % _TOGETHER
+    pieces = []
+    if channels > rest:
+        pieces.append((pl.ds(0, channels - rest), plgpu.Layout.WG_STRIDED((channels - rest,), 4)))
+    if rest:
+        layout = tiled_layout(plgpu, ((_CHANNELS,), (2,)), (plgpu.Replicated(4),), (-2,), -1)
+        pieces.append((pl.ds(channels - rest, rest), layout))
 
     def body(x_in: Any, parts_in: Any, weight_in: Any, sums_out: Any, normed_out: Any) -> None:
-        rows = pl.ds(lax.axis_index("rows") * each, each)
+        row = lax.axis_index("rows")
 
-        def load(ref: Any, layout: Any = layout) -> jax.Array:
+        def load(ref: Any, layout: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
-        total = load(parts_in.at[0, rows])
-        for part in range(1, addends):
-            total = total + load(parts_in.at[part, rows])
-        sums = (load(x_in.at[rows]) + total).astype(dtype)
-        sums_out[rows] = sums
-        z = sums.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(z * z, axis=1) * (1.0 / channels) + eps)
-        weights = lax.broadcast_in_dim(load(weight_in, layout.reduce(0)) + offset, z.shape, (1,))
-        normed_out[rows] = (z * lax.broadcast_in_dim(scale, z.shape, (0,)) * weights).astype(dtype)
+        sums, squares = [], jnp.float32(0.0)
+        for here, layout in pieces:
+            total = load(parts_in.at[0, row, here], layout)
+            for part in range(1, addends):
+                total = total + load(parts_in.at[part, row, here], layout)
+            stored = (load(x_in.at[row, here], layout) + total).astype(dtype)
+            sums_out[row, here] = stored
+            z = stored.astype(jnp.float32)
+            sums.append(z)
+            squares = squares + jnp.sum(z * z)
+        scale = lax.rsqrt(squares * (1.0 / channels) + eps)
+        for (here, layout), z in zip(pieces, sums, strict=True):
+            weights = load(weight_in.at[here], layout) + offset
+            normed_out[row, here] = (z * scale * weights).astype(dtype)
 
     stream = jax.ShapeDtypeStruct(x.shape, dtype)
     kernel = plgpu.kernel(
         body,
         out_type=(stream, stream),
-        grid=(count // each,),
+        grid=(count,),
         grid_names=("rows",),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name="residual_norm",

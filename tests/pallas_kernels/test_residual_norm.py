@@ -35,7 +35,7 @@ def check(case, offset, **options):
 @pytest.mark.long
 @pytest.mark.parametrize(("rows", "parts", "offset"), [(3, 1, 1.0), (4, 3, 0.0)])
 def test_the_interpreted_kernel_is_the_float64_norm(rows, parts, offset):
-    check(draw(rows, parts, 192), offset, interpret=launch.mosaic_gpu().InterpretGPUParams())
+    check(draw(rows, parts, 704), offset, interpret=launch.mosaic_gpu().InterpretGPUParams())
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -46,7 +46,7 @@ def test_the_kernel_lowers_to_cuda(rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "parts", "channels"), [(1, 5, 3136), (7, 1, 2560), (64, 6, 2560)])
+@pytest.mark.parametrize(("rows", "parts", "channels"), [(1, 5, 3136), (7, 1, 2560), (256, 3, 2560)])
 def test_the_compiled_kernel_is_the_float64_norm(rows, parts, channels):
     check(draw(rows, parts, channels), 1.0)
 
