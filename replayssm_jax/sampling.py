@@ -6,6 +6,7 @@ purpose) alone, so neither batch mates, nor the row a prompt sits in, nor how a 
 what is drawn.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -180,13 +181,70 @@ def filtered_logits(logits: Float[Array, "*B V"], params: SamplingParams) -> Flo
     logits: raw, any float dtype. Tokens that are never chosen get -inf; at temperature 0 all but the most
     likely one do. `softmax` of the result is the p (or q) that speculative sampling compares.
     """
-    logits = within_vocabulary(logits, params.vocab_size)
     return jax.lax.cond(params.temperature > 0, warped, _only_the_best, logits, params)
 
 
 def filtered_probabilities(logits: Float[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
     """Probabilities of the distribution that tokens are drawn from; see `filtered_logits`."""
     return jax.nn.softmax(filtered_logits(logits, params), axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Survey:
+    """What one reading of raw logits over the vocabulary tells.
+
+    best: the first id with the largest logit; some id where a logit is NaN. largest: that logit, NaN where
+    one is. total: log of the summed exponentials.
+    """
+
+    best: Int32[Array, "*B"]
+    largest: Float32[Array, "*B"]
+    total: Float32[Array, "*B"]
+
+    @property
+    def finite(self) -> Bool[Array, "*B"]:
+        """The logits held neither NaN nor +inf."""
+        return jnp.isfinite(self.largest)
+
+    def log_probabilities(
+        self, logits: Float[Array, "*B V"], tokens: Int32[Array, "*B"]
+    ) -> Float32[Array, "*B"]:
+        """Log-softmax at `tokens` of the logits that were read; tokens lie inside the vocabulary."""
+        chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        return chosen.astype(jnp.float32) - self.total
+
+
+def survey(logits: Float[Array, "*B V"], params: SamplingParams) -> Survey:
+    """Best token, largest logit and log of the summed exponentials of raw logits within the vocabulary."""
+    found = jax.lax.platform_dependent(logits, params.vocab_size, cpu=_by_passes, default=_in_one_pass)
+    return Survey(*found)
+
+
+def _by_passes(logits: Float[Array, "*B V"], vocab_size: Int32[Array, ""]) -> tuple:
+    """A CPU vectorises reductions of one value, and no others."""
+    allowed = within_vocabulary(logits, vocab_size)
+    return most_likely(allowed), jnp.max(allowed, axis=-1), jax.nn.logsumexp(allowed, axis=-1)
+
+
+def _in_one_pass(logits: Float[Array, "*B V"], vocab_size: Int32[Array, ""]) -> tuple:
+    """A GPU waits for the logits, half a gigabyte of them in a step of 1,024 tokens."""
+    allowed = within_vocabulary(logits, vocab_size)
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+
+    def merged(one: tuple, other: tuple) -> tuple:
+        (largest, total, best), (largest_2, total_2, best_2) = one, other
+        same = largest == largest_2
+        # The distance of two infinite logits is no number, and a NaN wins.
+        smaller = jnp.exp(jnp.where(same, jnp.float32(0), -jnp.abs(largest - largest_2)))
+        first = (largest > largest_2) | (largest != largest) | (same & (best < best_2))
+        summed = jnp.where(first, total + smaller * total_2, total_2 + smaller * total)
+        return jnp.where(first, largest, largest_2), summed, jnp.where(first, best, best_2)
+
+    nothing = jnp.float32(-jnp.inf), jnp.float32(0), jnp.int32(logits.shape[-1] - 1)
+    operands = allowed, jnp.ones_like(allowed), ids
+    largest, total, best = jax.lax.reduce(operands, nothing, merged, (logits.ndim - 1,))
+    return best, largest, largest + jnp.log(total)
 
 
 def most_likely(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
@@ -197,35 +255,79 @@ def most_likely(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
     return jnp.min(jnp.where(logits == jnp.max(logits, axis=-1, keepdims=True), ids, last), axis=-1)
 
 
-def _only_the_best(logits: Float32[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
+def _only_the_best(logits: Float[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    best = most_likely(logits)[..., None]
+    best = survey(logits, params).best[..., None]
     return jnp.where(ids == best, jnp.float32(0), -jnp.inf)
 
 
-def warped(logits: Float32[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B V"]:
-    """`filtered_logits` at a temperature above 0, of logits `within_vocabulary`."""
+def warped(
+    logits: Float[Array, "*B V"],
+    params: SamplingParams,
+    largest: Float32[Array, "*B"] | None = None,
+    least: Float32[Array, "*B"] | None = None,
+) -> Float32[Array, "*B V"]:
+    """`filtered_logits` at a temperature above 0; the largest result is 0.
+
+    logits: raw. largest: as in `survey`; least: from `least_kept`; found here where they are None.
+    """
+    allowed = within_vocabulary(logits, params.vocab_size)
+    largest = jnp.max(allowed, axis=-1) if largest is None else largest
+    least = least_kept(logits, largest, params) if least is None else least
+    return scores(allowed, largest[..., None], least[..., None], params)
+
+
+def scores(
+    allowed: Float32[Array, "*#B"],
+    largest: Float32[Array, "*#B"],
+    least: Float32[Array, "*#B"],
+    params: SamplingParams,
+) -> Float32[Array, "*B"]:
+    """`warped` of single logits `within_vocabulary`, given the largest one and the smallest one kept."""
+    tempered = _tempered(allowed, largest, params)
+    # Probabilities relative to the best token are exp(tempered), whatever the two other filters removed.
+    return jnp.where((allowed >= least) & (tempered >= jnp.log(params.min_p)), tempered, -jnp.inf)
+
+
+def _tempered(allowed: Float32[Array, "*#B"], largest: Float32[Array, "*#B"], params: SamplingParams):
     # The largest logit is subtracted first: no temperature, however small, then overflows.
-    temperature = jnp.maximum(params.temperature, jnp.finfo(jnp.float32).tiny)
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    return (allowed - largest) / jnp.maximum(params.temperature, jnp.finfo(jnp.float32).tiny)
+
+
+def least_kept(
+    logits: Float[Array, "B *T V"], largest: Float32[Array, "B *T"], params: SamplingParams
+) -> Float32[Array, "B *T"]:
+    """The smallest raw logit that top-k and then top-p keep; -inf where both are off.
+
+    largest: as in `survey`. Of windows [B, T, V] one sorted column is alive.
+    """
+
+    def all_kept(logits, largest, params):
+        return jnp.full_like(largest, -jnp.inf)
+
+    def by_column(logits, largest, params):
+        def column(index):
+            of = functools.partial(jax.lax.dynamic_index_in_dim, index=index, axis=1, keepdims=False)
+            return _top_k_top_p(of(logits), of(largest), params)
+
+        return jax.lax.map(column, jnp.arange(logits.shape[1], dtype=jnp.int32)).T
+
     restricted = (params.top_k > 0) | (params.top_p < 1)
-    no_cut = jnp.full((*logits.shape[:-1], 1), -jnp.inf, jnp.float32)
-    cut = jax.lax.cond(restricted, _top_k_top_p_cut, lambda logits, params: no_cut, logits, params)
-    # Probabilities relative to the best token are exp(logits), whatever the two other filters removed.
-    return jnp.where(logits >= jnp.maximum(cut, jnp.log(params.min_p)), logits, -jnp.inf)
+    kept = by_column if logits.ndim == 3 else _top_k_top_p
+    return jax.lax.cond(restricted, kept, all_kept, logits, largest, params)
 
 
-def _top_k_top_p_cut(logits: Float32[Array, "*B V"], params: SamplingParams) -> Float32[Array, "*B 1"]:
-    """The smallest logit that top-k and then top-p keep."""
+def _top_k_top_p(logits: Float[Array, "*B V"], largest: Float32[Array, "*B"], params: SamplingParams):
     size = logits.shape[-1]
-    descending = -jnp.sort(-logits, axis=-1)
+    descending = -jnp.sort(-within_vocabulary(logits, params.vocab_size), axis=-1)
     rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     last = jnp.clip(jnp.where(params.top_k > 0, params.top_k, size), 1, size) - 1
     kept = descending >= jax.lax.dynamic_slice_in_dim(descending, last, 1, axis=-1)
-    probabilities = jax.nn.softmax(jnp.where(kept, descending, -jnp.inf), axis=-1)
+    tempered = _tempered(descending, largest[..., None], params)
+    probabilities = jax.nn.softmax(jnp.where(kept, tempered, -jnp.inf), axis=-1)
     mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
     kept &= (mass_before < params.top_p) | (params.top_p >= 1) | (rank == 0)
-    return jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
+    return jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1)
 
 
 def sample(
@@ -237,16 +339,13 @@ def sample(
     over the vocabulary, before temperature and filters; and whether a row's logits held no NaN and no +inf
     (where they did, its token and log-probability mean nothing).
     """
-    allowed = within_vocabulary(logits, params.vocab_size)
+    known = survey(logits, params)
 
-    def by_chance(allowed):
-        return draw(warped(allowed, params), keys)
+    def by_chance(logits, known):
+        return draw(warped(logits, params, known.largest), keys)
 
-    def best(allowed):
-        return most_likely(allowed)
-
-    tokens = jax.lax.cond(params.temperature > 0, by_chance, best, allowed)
-    return tokens, log_probabilities(allowed, tokens), jnp.isfinite(jnp.max(allowed, axis=-1))
+    tokens = jax.lax.cond(params.temperature > 0, by_chance, lambda _, known: known.best, logits, known)
+    return tokens, known.log_probabilities(logits, tokens), known.finite
 
 
 def draw(scores: Float32[Array, "B V"], keys: Key[Array, " B"]) -> Int32[Array, " B"]:

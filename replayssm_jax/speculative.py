@@ -18,9 +18,11 @@ from replayssm_jax.config import DecodingConfig
 from replayssm_jax.sampling import (
     Purpose,
     SamplingParams,
+    Survey,
     draw,
-    log_probabilities,
-    most_likely,
+    least_kept,
+    scores,
+    survey,
     token_keys,
     warped,
     within_vocabulary,
@@ -134,18 +136,17 @@ def draw_drafts(
 
     Returns the tokens and the probabilities that they were drawn from, by the target's own filters.
     """
-    allowed = within_vocabulary(logits, params.vocab_size)
+    known = survey(logits, params)
 
-    def by_chance(allowed):
-        scores = warped(allowed, params)
+    def by_chance(logits, known):
+        filtered = warped(logits, params, known.largest)
         keys = token_keys(params.seed, prompt, position, Purpose.DRAFT)
-        return draw(scores, keys), jax.nn.softmax(scores, axis=-1)
+        return draw(filtered, keys), jax.nn.softmax(filtered, axis=-1)
 
-    def greedily(allowed):
-        best = most_likely(allowed)
-        return best, jax.nn.one_hot(best, allowed.shape[-1], dtype=jnp.float32)
+    def greedily(logits, known):
+        return known.best, jax.nn.one_hot(known.best, logits.shape[-1], dtype=jnp.float32)
 
-    return jax.lax.cond(params.temperature > 0, by_chance, greedily, allowed)
+    return jax.lax.cond(params.temperature > 0, by_chance, greedily, logits, known)
 
 
 @jax.tree_util.register_dataclass
@@ -179,16 +180,15 @@ def accept(
     distribution; after a refusal the token is drawn from `residual(p, q)`, after none from p. A row without
     drafts draws what plain decoding draws, from the same random numbers.
     """
-    allowed = within_vocabulary(logits, params.vocab_size)
+    known = survey(logits, params)
     kept, last = jax.lax.cond(
-        params.temperature > 0, _by_chance, _greedily, allowed, drafts, prompt, position, params
+        params.temperature > 0, _by_chance, _greedily, logits, known, drafts, prompt, position, params
     )
     index = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
     # The token drawn stands in the rest of the window too, where it is ignored.
     proposed = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(index < kept[:, None], proposed, last[:, None])
-    finite = jnp.isfinite(jnp.max(allowed, axis=-1))
-    return Verdict(tokens, log_probabilities(allowed, tokens), kept + 1, finite)
+    return Verdict(tokens, known.log_probabilities(logits, tokens), kept + 1, known.finite)
 
 
 def residual(p: Float32[Array, "B V"], q: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
@@ -211,48 +211,50 @@ def at_index(values: Array, index: Int32[Array, " B"]) -> Array:
     return jnp.take_along_axis(values, index, axis=1)[:, 0]
 
 
-def _greedily(allowed, drafts: Drafts, prompt, position, params):
-    best = most_likely(allowed)
-    kept = _leading(drafts.tokens == best[:, :-1], drafts)
-    return kept, at_index(best, kept)
+def _greedily(logits, known: Survey, drafts: Drafts, prompt, position, params):
+    kept = _leading(drafts.tokens == known.best[:, :-1], drafts)
+    return kept, at_index(known.best, kept)
 
 
-def _by_chance(allowed, drafts: Drafts, prompt, position, params):
-    rows, window, vocab = allowed.shape
-
-    def judge(carry, column):
-        """One column of the window, for rows whose drafts all stood so far; one filtered column is alive."""
-        kept, reached, scores = carry
-        logits = jax.lax.dynamic_index_in_dim(allowed, column, axis=1, keepdims=False)
-        scores = jnp.where(reached[:, None], warped(logits, params), scores)
-        if window == 1:
-            return (kept, reached, scores), None
-        # Behind the last column there is no draft: no row has a count as large.
-        draft, q = _drafts_at(drafts, jnp.full((rows,), jnp.minimum(column, window - 2)))
-        keys = token_keys(params.seed, prompt, position + column + 1, Purpose.ACCEPT)
-        chance = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
-        chance = chance if q is None else chance * at_index(q, draft)
-        stands = chance < jnp.exp(log_probabilities(scores, draft))
-        reached &= stands & (column < drafts.count)
-        return (kept + reached.astype(jnp.int32), reached, scores), None
-
-    carry = jnp.zeros_like(position), jnp.ones((rows,), bool), jnp.zeros((rows, vocab), jnp.float32)
-    columns = jnp.arange(window, dtype=jnp.int32)
-    (kept, _, scores), _ = jax.lax.scan(judge, carry, columns) if window > 1 else judge(carry, columns[0])
+def _by_chance(logits, known: Survey, drafts: Drafts, prompt, position, params):
+    rows, window, vocab = logits.shape
+    least = least_kept(logits, known.largest, params)
+    kept = jnp.zeros_like(position)
+    if window > 1:
+        chance, p = _chances(logits, known, least, drafts, prompt, position, params)
+        kept = _leading(chance < p, drafts)
+    # One column a row from here on: that of the token to be drawn.
+    filtered = warped(at_index(logits, kept), params, at_index(known.largest, kept), at_index(least, kept))
     refused = kept < drafts.count
     if window > 1:
-        draft, q = _drafts_at(drafts, jnp.minimum(kept, window - 2))
-        q = jax.nn.one_hot(draft, vocab, dtype=jnp.float32) if q is None else q
-        left = jnp.log(residual(jax.nn.softmax(scores, axis=-1), q))
-        scores = jnp.where(refused[:, None], left, scores)
+        place = jnp.minimum(kept, window - 2)
+        if drafts.probabilities is None:
+            q = jax.nn.one_hot(at_index(drafts.tokens, place), vocab, dtype=jnp.float32)
+        else:
+            q = at_index(drafts.probabilities, place)
+        left = jnp.log(residual(jax.nn.softmax(filtered, axis=-1), q))
+        filtered = jnp.where(refused[:, None], left, filtered)
     purpose = jnp.where(refused, jnp.int32(Purpose.RESIDUAL), jnp.int32(Purpose.SAMPLE))
-    return kept, draw(scores, token_keys(params.seed, prompt, position + kept + 1, purpose))
+    return kept, draw(filtered, token_keys(params.seed, prompt, position + kept + 1, purpose))
 
 
-def _drafts_at(drafts: Drafts, index: Int32[Array, " B"]):
-    """Each row's draft `index` and the probabilities it was drawn from, None for a deterministic drafter."""
-    q = None if drafts.probabilities is None else at_index(drafts.probabilities, index)
-    return at_index(drafts.tokens, index), q
+def _chances(
+    logits, known: Survey, least: Float32[Array, "B T"], drafts: Drafts, prompt, position, params
+) -> tuple[Float32[Array, "B D"], Float32[Array, "B D"]]:
+    """A uniform number times q, and p, of every draft: it stands where the first is less."""
+    count = drafts.tokens.shape[1]
+    largest, least = known.largest[:, :count, None], least[:, :count, None]
+    judged = within_vocabulary(logits[:, :count], params.vocab_size)
+    # The largest score is 0, so nothing overflows.
+    total = jnp.sum(jnp.exp(scores(judged, largest, least, params)), axis=-1)
+    drafted = jnp.take_along_axis(judged, drafts.tokens[..., None], axis=-1)
+    p = jnp.exp(scores(drafted, largest, least, params)[..., 0]) / total
+    place = position[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)[None, :]
+    keys = token_keys(params.seed, jnp.repeat(prompt, count), place.reshape(-1), Purpose.ACCEPT)
+    chance = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys).reshape(place.shape)
+    if drafts.probabilities is not None:
+        chance *= jnp.take_along_axis(drafts.probabilities, drafts.tokens[..., None], axis=-1)[..., 0]
+    return chance, p
 
 
 def cut_short(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replayssm_jax import sampling
 from replayssm_jax.sampling import (
     Purpose,
     Sampling,
@@ -187,6 +188,32 @@ def test_rows_with_bad_logits_are_reported(bad):
     keys = keys_of(options.seed, position, position, Purpose.SAMPLE)
     _, _, finite = sampled(jnp.asarray(logits), keys, options)
     assert finite.tolist() == [True, False, True]
+
+
+def test_one_reading_of_the_logits_tells_what_three_do():
+    rng = np.random.default_rng(4)
+    logits = (
+        rng.normal(size=(7, 2, 3000)).astype(np.float32) * np.float32([1, 30, 1, 1, 1, 1, 1])[:, None, None]
+    )
+    logits[2, :, 100:2000:100] = logits[2].max(axis=-1, keepdims=True) + 1
+    logits[3, 0, 5], logits[3, 1, 2998] = np.nan, np.nan
+    logits[4, :, 7], logits[5, :, ::2] = np.inf, -np.inf
+    logits[6, :, 2500:] += 100
+    for vocab_size in (3000, 2100):
+        size = jnp.int32(vocab_size)
+        best, largest, total = (np.asarray(x) for x in jax.jit(sampling._in_one_pass)(logits, size))
+        kept = logits[..., :vocab_size].astype(np.float64)
+        np.testing.assert_array_equal(largest, kept.max(axis=-1))
+        fine = np.isfinite(largest)
+        assert fine[:3].all() and not fine[4].any() and fine[3].tolist() == [False, vocab_size < 2998]
+        np.testing.assert_array_equal(best[fine], kept.argmax(axis=-1)[fine])
+        kept, below = kept[fine], total[fine] - largest[fine]
+        expected = np.log(np.exp(kept - kept.max(axis=-1, keepdims=True)).sum(axis=-1))
+        np.testing.assert_allclose(below, expected, rtol=0, atol=2**-18)
+        for one, other in zip(
+            (best, largest, total), jax.jit(sampling._by_passes)(logits, size), strict=True
+        ):
+            np.testing.assert_allclose(one[fine], np.asarray(other)[fine], rtol=2**-20)
 
 
 def test_ends_text():
