@@ -238,6 +238,9 @@ class Run:
         ceilings = roofline.Ceilings()
         data_sheet = dataclasses.replace(ceilings, flops=roofline.DATA_SHEET_FLOPS)
         steps = self._steps(len(seconds)) if setting.step_times else {}
+        bounds = {}
+        if setting.method == "replay" and setting.window > 1:
+            bounds = {"bounds": self._bounds(ceilings), "bounds_data_sheet": self._bounds(data_sheet)}
         profile = {"kernels_us": self.profile()} if setting.profile else {}
         return self._head("verify" if setting.window > 1 else "decode") | {
             "state": setting.read,
@@ -258,9 +261,23 @@ class Run:
             "aliased_bytes": memory.alias_size_in_bytes,
             "lowering_s": round(self.lowering, 1),
             "compile_s": round(self.compiling, 1),
+            **bounds,
             **steps,
             **profile,
         }
+
+    def _bounds(self, ceilings: roofline.Ceilings) -> dict[str, float]:
+        """The most that a verified window can gain over the other methods' steps."""
+        setting = self.setting
+        found = roofline.bounds(
+            self.config,
+            setting.batch,
+            ceilings,
+            accepted=setting.accepted,
+            buffer_length=setting.buffer_length,
+            context=setting.mean_context,
+        )
+        return {other: round(gain, 3) for other, gain in found.items()}
 
     def _steps(self, repeats: int) -> dict:
         """What single steps took: the median of each over the last repeats, which begin alike, so that what

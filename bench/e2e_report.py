@@ -144,6 +144,7 @@ def variants(records: Sequence[dict]) -> str:
     return rows_of_table(["model", "layers", "batch", "phases", "state read", "L", *COLUMNS], rows)
 
 
+KINDS = (*kernel_table.KINDS, kernel_table.OTHER, kernel_table.BETWEEN)
 # Parts of the roofline that a kind of kernel does.
 FLOORS = {"state and ring": ("state", "ring"), "products": ("weights", "head"), "attention": ("kv",)}
 
@@ -151,21 +152,37 @@ FLOORS = {"state and ring": ("state", "ring"), "products": ("weights", "head"), 
 def by_kind(records: Sequence[dict]) -> str:
     """Milliseconds a step by kind of kernel in a profile of one dispatch, with those of the roofline in
     brackets."""
-    rows, kinds = [], (*kernel_table.KINDS, kernel_table.OTHER, kernel_table.BETWEEN)
+    rows = []
     for place, pair in pairs(records).items():
         for method, record in pair.items():
-            if "kernels_us" not in record or not place.plain:
-                continue
-            cells = []
-            for kind in kinds:
-                cell = f"{record['kernels_us'][kind] / 1e3:.2f}"
-                if kind in FLOORS:
-                    least = sum(record["floor_parts_us"][part] for part in FLOORS[kind])
-                    cell += f" ({least / 1e3:.2f})"
-                cells.append(cell)
-            head = [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), method]
-            rows.append([*head, *cells])
-    return rows_of_table(["model", "layers", "batch", "method", *kinds], rows)
+            if "kernels_us" in record and place.plain:
+                head = [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), method]
+                rows.append([*head, *_kinds(record)])
+    return rows_of_table(["model", "layers", "batch", "method", *KINDS], rows)
+
+
+def _kinds(record: dict) -> list[str]:
+    """Milliseconds of each of `KINDS` in a record's profile, with those of the roofline in brackets."""
+    cells = []
+    for kind in KINDS:
+        cell = f"{record['kernels_us'][kind] / 1e3:.2f}"
+        if kind in FLOORS:
+            least = sum(record["floor_parts_us"][part] for part in FLOORS[kind])
+            cell += f" ({least / 1e3:.2f})"
+        cells.append(cell)
+    return cells
+
+
+def verification_by_kind(records: Sequence[dict]) -> str:
+    """The same of verified windows, and of plain steps in their result files."""
+    rows = []
+    for record in records:
+        if "kernels_us" in record:
+            depth = f"{record['layers']} (cut)" if record["depth_cut"] else str(record["layers"])
+            head = [NAMES.get(record["shape"], record["shape"]), depth, str(record["batch"])]
+            head += [record["method"], str(record["window"]), f"{record['time_us'] / 1e3:.1f}"]
+            rows.append([*head, *_kinds(record), record.get("commit", "-")])
+    return rows_of_table(["model", "layers", "batch", "method", "T", "step", *KINDS, "commit"], rows)
 
 
 def compile_times(records: Sequence[dict]) -> str:
@@ -204,8 +221,11 @@ def generation(records: Sequence[dict]) -> str:
 
 
 def verification(records: Sequence[dict], window: int = 4) -> str:
-    """Milliseconds of plain steps and of steps of T tokens, L = 16, with ratios of tokens a second; of depth
-    cuts where the model is one of `STAND_INS`. Only steps of one commit stand in a row."""
+    """Milliseconds of plain steps and of steps of T tokens, L = 16, with ratios of tokens a second, and in
+    brackets those of the floors; of depth cuts where the model is one of `STAND_INS`.
+
+    Only steps of one commit stand in a row.
+    """
     columns = (("eager", 1), ("replay", 1), ("replay", window), ("conventional", window))
     found: dict[tuple, dict[tuple[str, int], dict]] = {}
     for record in records:
@@ -221,7 +241,9 @@ def verification(records: Sequence[dict], window: int = 4) -> str:
         rates = {column: record["tokens_per_second"] for column, record in steps_of.items()}
         for base in (("eager", 1), ("conventional", window)):
             known = base in rates and ("replay", window) in rates
-            cells.append(f"{rates['replay', window] / rates[base]:.2f}" if known else "-")
+            cell = f"{rates['replay', window] / rates[base]:.2f}" if known else "-"
+            bound = steps_of.get(("replay", window), {}).get("bounds", {}).get(base[0])
+            cells.append(cell if bound is None else f"{cell} ({bound:.2f})")
         depth = f"{layers} (cut)" if cut else str(layers)
         rows.append([NAMES.get(shape, shape), depth, str(batch), *cells, commit])
     header = ["model", "layers", "batch", "eager", "replay", f"replay T = {window}"]
@@ -282,6 +304,10 @@ def tables(paths: Sequence[Path]) -> dict[str, str]:
         "compile-times": (compile_times, whole),
         "transformers": (generation, read(paths, "bench.e2e_transformers")),
         "verification": (verification, read(paths, "bench.e2e_spec_decode_throughput")),
+        "verification-by-kind": (
+            verification_by_kind,
+            read(paths, "bench.e2e_spec_decode_throughput"),
+        ),
         "concurrency": (concurrency, read(paths, "bench.e2e_spec_decode_throughput")),
         "real-drafts": (real_drafts, read(paths, "bench.real_drafts")),
     }

@@ -44,6 +44,7 @@ def plan(options: argparse.Namespace) -> list[Task]:
         context=options.context,
         steps=options.steps,
         repeats=options.repeats,
+        profile=options.profile,
     )
     cut = dataclasses.replace(base, layers=model_options.cut(options))
     settings = []
@@ -65,17 +66,22 @@ def plan(options: argparse.Namespace) -> list[Task]:
 def ratios(records: list[dict]) -> str:
     """Speculative replay against the others, a line for every batch and window."""
     timed = {
-        (r["shape"], r["layers"], r["batch"], r["window"], r["method"]): r["tokens_per_second"]
+        (r["shape"], r["layers"], r["batch"], r["window"], r["method"]): r
         for r in records
         if r["op"] != "concurrency"
     }
-    lines = [f"{'shape':11}{'layers':>7}{'batch':>6}{'T':>3}{'/conventional':>15}{'/eager':>8}{'/replay':>9}"]
-    for (shape, layers, batch, window, method), rate in timed.items():
+    lines = [
+        f"{'shape':11}{'layers':>7}{'batch':>6}{'T':>3}{'/conventional (bound)':>23}{'/eager (bound)':>16}"
+        f"{'/replay':>9}"
+    ]
+    for (shape, layers, batch, window, method), record in timed.items():
         if method == "replay" and window > 1:
-            others = [(window, "conventional"), (1, "eager"), (1, "replay")]
-            found = [timed.get((shape, layers, batch, *other)) for other in others]
-            cells = [f"{rate / other:.2f}" if other else "-" for other in found]
-            lines.append(f"{shape:11}{layers:7}{batch:6}{window:3}{cells[0]:>15}{cells[1]:>8}{cells[2]:>9}")
+            cells = []
+            for other in ((window, "conventional"), (1, "eager"), (1, "replay")):
+                found, bound = timed.get((shape, layers, batch, *other)), record["bounds"].get(other[1])
+                ratio = f"{record['tokens_per_second'] / found['tokens_per_second']:.2f}" if found else "-"
+                cells.append(ratio if bound is None else f"{ratio} ({bound:.2f})")
+            lines.append(f"{shape:11}{layers:7}{batch:6}{window:3}{cells[0]:>23}{cells[1]:>16}{cells[2]:>9}")
     for replay, conventional in rows_that_fit(records):
         ratio, length = replay["rows"] / conventional["rows"], replay["max_length"]
         lines.append(f"rows of {length} positions that fit, T = 4, replay over conventional: {ratio:.2f}")
@@ -106,6 +112,7 @@ def main() -> None:
     parser.add_argument(
         "--max-lengths", type=numbers, default=[512, 2048], help="positions a row in those records"
     )
+    parser.add_argument("--profile", action="store_true", help="one more dispatch, summed by kind of kernel")
     options = parser.parse_args()
     save, limits = model_options.results("e2e_spec_decode_throughput", options)
     groups = [[task] for task in plan(options)]

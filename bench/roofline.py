@@ -222,6 +222,31 @@ def floor(parts: dict[str, Part], ceilings: Ceilings) -> float:
     return sum(part.seconds(ceilings) for part in parts.values())
 
 
+def bounds(
+    config: ModelConfig,
+    batch: int,
+    ceilings: Ceilings,
+    *,
+    accepted: Sequence[float],
+    buffer_length: int = 16,
+    context: float = 512.0,
+) -> dict[str, float]:
+    """Tokens a second of a replay step of T tokens over those of another method, all at their floors.
+
+    The other: "conventional", which verifies T tokens too, or "eager", which decodes one. Arguments as for
+    `step_parts`.
+    """
+
+    def rate(method: str, accepted: Sequence[float]) -> float:
+        parts = step_parts(
+            config, method, batch, accepted=accepted, buffer_length=buffer_length, context=context
+        )
+        return float(np.dot(accepted, np.arange(1, len(accepted) + 1))) / floor(parts, ceilings)
+
+    replay = rate("replay", accepted)
+    return {"conventional": replay / rate("conventional", accepted), "eager": replay / rate("eager", (1.0,))}
+
+
 def total_bytes(parts: dict[str, Part]) -> float:
     """Bytes that a step moves."""
     return sum(part.bytes for part in parts.values())
@@ -258,25 +283,21 @@ def main() -> None:
     config = depth_cut(published(options.model), options.layers)
     ceilings = Ceilings(read=options.read, copy=options.copy, flops=options.flops)
     spread = histogram(options.window, options.mean_accepted)
+    sizes = {"buffer_length": options.buffer_length, "context": options.context}
     for method, accepted in (
         ("eager", (1.0,)),
         ("replay", (1.0,)),
         ("replay", spread),
         ("conventional", spread),
     ):
-        parts = step_parts(
-            config,
-            method,
-            options.batch,
-            accepted=accepted,
-            buffer_length=options.buffer_length,
-            context=options.context,
-        )
+        parts = step_parts(config, method, options.batch, accepted=accepted, **sizes)
         tokens = options.batch * float(np.dot(accepted, np.arange(1, len(accepted) + 1)))
         print(
             f"\n{method}, T = {len(accepted)}: {tokens / floor(parts, ceilings):,.0f} tokens a second at best"
         )
         print(table(parts, ceilings))
+    for other, gain in bounds(config, options.batch, ceilings, accepted=spread, **sizes).items():
+        print(f"replay, T = {options.window}, over {other}: {gain:.2f} at best")
 
 
 if __name__ == "__main__":

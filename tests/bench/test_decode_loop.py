@@ -55,6 +55,7 @@ def test_a_repeat_commits_the_drawn_counts_and_copies_no_cache(tiny, method):
     np.testing.assert_array_equal(cache.position, start + length + 2 * accepted.sum(axis=0))
     record = run.record(seconds)
     assert sum(record["floor_parts_us"].values()) == pytest.approx(record["floor_us"], abs=1.0)
+    assert ("bounds" in record) == (method == "replay")
     assert run.compilation().items() <= (record | {"op": "compile"}).items()
     assert record["time_us"] == pytest.approx(np.mean(seconds) * 1e6, abs=0.1)
     assert record["cache_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
@@ -153,7 +154,7 @@ def record(**fields):
 
 def test_ratios_compare_equal_batches_and_windows():
     records = [
-        record(method="replay", window=4, tokens_per_second=6.0),
+        record(method="replay", window=4, tokens_per_second=6.0, bounds={"conventional": 3.5, "eager": 2.25}),
         record(method="conventional", window=4, tokens_per_second=2.0),
         record(method="eager", window=1, tokens_per_second=3.0),
         record(method="conventional", window=4, tokens_per_second=1.0, batch=9),
@@ -163,7 +164,7 @@ def test_ratios_compare_equal_batches_and_windows():
         ),
     ]
     lines = e2e_spec_decode_throughput.ratios(records).splitlines()
-    assert lines[1].split() == ["tiny", "2", "8", "4", "3.00", "2.00", "-"]
+    assert lines[1].split() == ["tiny", "2", "8", "4", "3.00", "(3.50)", "2.00", "(2.25)", "-"]
     assert lines[2:] == ["rows of 64 positions that fit, T = 4, replay over conventional: 2.50"]
 
 

@@ -102,12 +102,20 @@ def test_verification_compares_tokens_a_second():
         replay | {"commit": "b", "method": "conventional"},
         # A cut stands for a model that has no records of its whole.
         replay | cut,
-        replay | cut | {"shape": "super"},
+        replay | cut | {"shape": "super", "bounds": {"conventional": 2.1234, "eager": 1.5}},
     ]
     assert e2e_report.verification(records).splitlines()[2:] == [
         "| Nemotron-3-Nano-4B | 42 | 8 | 2.0 | - | 3.0 | - | 1.50 | - | a |",
         "| Nemotron-3-Nano-4B | 42 | 8 | - | - | - | 3.0 | - | - | b |",
-        "| Nemotron-3-Super* | 10 (cut) | 8 | - | - | 3.0 | - | - | - | a |",
+        "| Nemotron-3-Super* | 10 (cut) | 8 | - | - | 3.0 | - | - (1.50) | - (2.12) | a |",
+    ]
+
+
+def test_verified_windows_by_kind_of_kernel():
+    replay = record("replay", 10400.0, kernels_us=KERNELS, window=4, commit="a")
+    assert e2e_report.verification_by_kind([replay, record("eager", 1.0)]).splitlines()[2:] == [
+        "| Nemotron-3-Nano-4B | 42 | 256 | replay | 4 | 10.4 | 4.00 (3.00) | 3.00 (2.00) "
+        "| 0.00 (1.00) | 0.00 | 0.50 | 0.20 | a |"
     ]
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bench.e2e_models import depth_cut, published
-from bench.roofline import Ceilings, Part, floor, histogram, phases, step_parts, total_bytes
+from bench.roofline import Ceilings, Part, bounds, floor, histogram, phases, step_parts, total_bytes
 from models.checkpoint import abstract_model
 from replayssm_jax.cache import cache_bytes
 from replayssm_jax.config import ReplayConfig
@@ -114,3 +114,24 @@ def test_a_part_takes_the_larger_of_bytes_and_operations():
     assert Part(read=300.0, copied=100.0).seconds(ceilings) == 5.0
     assert Part(read=300.0, flops=4000.0).seconds(ceilings) == 4.0
     assert floor({"a": Part(read=100.0), "b": Part(flops=2000.0)}, ceilings) == 3.0
+
+
+def test_bounds_compare_tokens_a_second_at_the_floors():
+    config, accepted = depth_cut(published("nano-4b"), 4), histogram(4, 3.0)
+    # Bytes at one speed, for reads and copies alike.
+    bytes_alone = Ceilings(read=1e-3, copy=1e-3, flops=1e300)
+    parts = {
+        method: sum(part.bytes for part in step_parts(config, method, 1, accepted=odds).values())
+        for method, odds in (("replay", accepted), ("conventional", accepted), ("eager", (1.0,)))
+    }
+    assert bounds(config, 1, bytes_alone, accepted=accepted) == pytest.approx(
+        {
+            "conventional": parts["conventional"] / parts["replay"],
+            "eager": 3 * parts["eager"] / parts["replay"],
+        }
+    )
+    # Products alone cost both methods the same, and four times those of one token.
+    products_alone = Ceilings(read=1e300, copy=1e300, flops=1.0)
+    assert bounds(config, 1, products_alone, accepted=accepted) == pytest.approx(
+        {"conventional": 1.0, "eager": 3 / 4}
+    )
