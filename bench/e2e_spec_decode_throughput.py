@@ -77,8 +77,8 @@ def ratios(records: list[dict]) -> str:
     for (shape, layers, batch, window, method), record in timed.items():
         if method == "replay" and window > 1:
             cells = []
-            for other in ((window, "conventional"), (1, "eager"), (1, "replay")):
-                found, bound = timed.get((shape, layers, batch, *other)), record["bounds"].get(other[1])
+            for tokens, other in ((window, "conventional"), (1, "eager"), (1, "replay")):
+                found, bound = timed.get((shape, layers, batch, tokens, other)), record["bounds"].get(other)
                 ratio = f"{record['tokens_per_second'] / found['tokens_per_second']:.2f}" if found else "-"
                 cells.append(ratio if bound is None else f"{ratio} ({bound:.2f})")
             lines.append(f"{shape:11}{layers:7}{batch:6}{window:3}{cells[0]:>23}{cells[1]:>16}{cells[2]:>9}")
