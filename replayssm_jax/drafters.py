@@ -182,6 +182,9 @@ class ModelDrafter(Drafter):
     network: Any
 
     def init(self, model, batch, max_length, replay):
+        if replay is not None and replay.implementation == "pallas":
+            # The target's kernels need not serve a smaller model's sizes.
+            replay = replace(replay, implementation="auto")
         return ModelState(self.network.init_cache(batch, max_length, replay), jnp.zeros((batch,), jnp.int32))
 
     def prefill(self, model, state, tokens, hidden, lengths, position):

@@ -17,6 +17,7 @@ from pallas_kernels import launch
 from replayssm_jax import backend, recurrence
 from replayssm_jax import replay as replay_module
 from replayssm_jax.cache import RecurrentSpec
+from replayssm_jax.drafters import ModelDrafter
 from tests.tiny_models import assert_close, full_logits, hot_model, random_tokens
 
 NO_GPU = jax.default_backend() != "gpu"
@@ -128,6 +129,15 @@ def test_few_rows_decode_by_the_eager_kernels_where_nobody_says_how(name, eager,
     assert backend.default_method(model, replay) == backend.default_method(model, 256) == rs.ReplayConfig()
     specs.append(spec(recurrence="kimi_delta"))
     assert backend.default_method(model, 1) == rs.ReplayConfig()
+
+
+@needs_kernels
+def test_a_smaller_model_drafts_by_the_portable_backend_where_the_kernels_serve_the_target_alone(on_gpu):
+    """As with a cache that goes on, whose configuration names the backend that was found for the target."""
+    served = dataclasses.replace(REPLAY, implementation="pallas")
+    drafter = ModelDrafter(hot_model("gated_delta", layers=1))
+    state = jax.eval_shape(lambda: drafter.init(None, 3, 64, served))
+    assert state.cache.replay == dataclasses.replace(REPLAY, implementation="xla")
 
 
 def portable_kernels(module, name):
