@@ -18,7 +18,7 @@ from replayssm_jax.cache import Cache, reset, static
 from replayssm_jax.config import DecodingConfig
 from replayssm_jax.replay import commit_core, prefill_core, step_core, will_flush
 from replayssm_jax.sampling import Purpose, SamplingParams, ends_text, sample, token_keys
-from replayssm_jax.speculative import accept, at_index, cut_short
+from replayssm_jax.speculative import accept, at_index, cut_short, usable
 
 DISPATCH_STEPS = 16
 
@@ -224,6 +224,7 @@ def _verify(
     """
     position = cache.position
     proposed, state = drafter.draft(network, state, rows.token, position, rows.prompt, params, drafts)
+    proposed = usable(proposed, params.vocab_size)
     # The token after the drafts needs room in the budget too.
     count = jnp.where(rows.active, jnp.clip(rows.remaining - 1, 0, proposed.count), 0)
     proposed = replace(proposed, count=count)

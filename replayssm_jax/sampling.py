@@ -295,8 +295,8 @@ def _tempered(allowed: Float32[Array, "*#B"], largest: Float32[Array, "*#B"], pa
 
 
 def least_kept(
-    logits: Float[Array, "B *T V"], largest: Float32[Array, "B *T"], params: SamplingParams
-) -> Float32[Array, "B *T"]:
+    logits: Float[Array, "*B V"], largest: Float32[Array, "*B"], params: SamplingParams
+) -> Float32[Array, "*B"]:
     """The smallest raw logit that top-k and then top-p keep; -inf where both are off.
 
     largest: as in `survey`. Of windows [B, T, V] one sorted column is alive.

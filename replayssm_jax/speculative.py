@@ -7,7 +7,7 @@ one further token is drawn after those: 1 to T tokens a step, distributed as if 
 were not kept are forgotten by `commit`, which does not move the cursors over them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -147,6 +147,15 @@ def draw_drafts(
         return known.best, jax.nn.one_hot(known.best, logits.shape[-1], dtype=jnp.float32)
 
     return jax.lax.cond(params.temperature > 0, by_chance, greedily, logits, known)
+
+
+def usable(drafts: Drafts, vocab_size: Int32[Array, ""]) -> Drafts:
+    """The drafts before the first that is no token of the vocabulary: the target must not read that one.
+
+    A drafter's mistake then costs its window and not the text.
+    """
+    known = (drafts.tokens >= 0) & (drafts.tokens < vocab_size)
+    return replace(drafts, tokens=jnp.where(known, drafts.tokens, 0), count=_leading(known, drafts))
 
 
 @jax.tree_util.register_dataclass

@@ -86,6 +86,28 @@ def test_logits_that_are_not_finite_count_only_where_they_decided():
     assert verdict.finite[:, :3].tolist() == [[True, True, False], [True, False, True], [True, False, True]]
 
 
+def test_drafts_end_before_the_first_that_is_no_token():
+    tokens = [[1, 2, 3], [1, -1, 3], [6, 2, 3], [1, 2, 10**9], [1, 2, 3], [1, 2, 3], [-(2**31), 2, 3]]
+    count = jnp.asarray([3, 3, 3, 3, 7, -2, 1], jnp.int32)
+    drafts = speculative.usable(Drafts(jnp.asarray(tokens, jnp.int32), None, count), jnp.int32(VOCAB))
+    assert drafts.count.tolist() == [3, 1, 0, 2, 3, 0, 0]
+    assert drafts.tokens.min() >= 0 and drafts.tokens.max() < VOCAB
+
+
+def test_drafts_of_probability_nan_are_refused_and_the_token_is_the_targets():
+    logits = np.broadcast_to(np.float32([0.0, 1.0, -1.0, 2.0, -np.inf, 0.5]), (ROWS, 2, VOCAB))
+    index = jnp.arange(ROWS, dtype=jnp.int32)
+    tokens, q = jnp.full((ROWS, 1), 3, jnp.int32), jnp.full((ROWS, 1, VOCAB), jnp.nan)
+    given = params(seed=5, temperature=1.0)
+    verdict = accepted(jnp.asarray(logits), Drafts(tokens, q, jnp.ones_like(index)), index, index, given)
+    assert (np.asarray(verdict.count) == 1).all() and np.isfinite(verdict.logprobs[:, 0]).all()
+    p = np.asarray(filtered_probabilities(jnp.asarray(logits[0, 0]), given), np.float64)
+    seen = np.bincount(np.asarray(verdict.tokens)[:, 0], minlength=VOCAB)
+    assert seen[4] == 0
+    statistic = ((seen - ROWS * p) ** 2)[p > 0] / (ROWS * p)[p > 0]
+    assert statistic.sum() < chi2.isf(1e-4, VOCAB - 2)
+
+
 def test_rows_without_drafts_draw_what_plain_decoding_draws():
     logits = np.random.default_rng(0).normal(size=(500, 4, VOCAB)).astype(np.float32)
     prompt = jnp.arange(500, dtype=jnp.int32)

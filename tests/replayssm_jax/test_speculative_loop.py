@@ -1,9 +1,11 @@
 """The whole loop of speculative decoding: texts, states and cursors against runs that never draft."""
 
+import dataclasses
 import functools
 import importlib
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -175,6 +177,28 @@ def test_B20_steps_without_drafts_take_turns_with_steps_that_have_some(monkeypat
     plain = generate(loaded, None, Sampling(3), continue_from=first)
     assert [a + b for a, b in zip(first.tokens, plain.tokens, strict=True)] == [text[:14] for text in texts]
     assert_same_state(loaded.model, plain.cache, whole(prompts, texts))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OutOfRange(Planted):
+    """Its wrong tokens are no tokens at all, and it counts more drafts than there are."""
+
+    def draft(self, model, state, token, position, prompt, params, count):
+        drafts, moved = super().draft(model, state, token, position, prompt, params, count)
+        wrong = jnp.arange(count)[None, :] == (self.plan[prompt, state % self.rounds, 1])[:, None]
+        tokens = jnp.where(wrong, jnp.where(state % 2 == 0, -1, VOCAB)[:, None], drafts.tokens)
+        return dataclasses.replace(drafts, tokens=tokens, count=drafts.count + 2), moved
+
+
+def test_drafts_that_are_no_tokens_cost_their_window_alone():
+    loaded, prompts = hot("mamba2"), random_prompts(3, 5)
+    texts = alone("mamba2", prompts, 24)
+    plan = [[(3, (r + i) % 4) for r in range(4)] for i in range(2)]
+    wild = OutOfRange(**vars(Planted.of(prompts, texts, plan, VOCAB)))
+    out = generate(loaded, prompts, Sampling(24), speculative=Speculative(wild, 3), max_length=64)
+    assert out.tokens == texts
+    assert_same_state(loaded.model, out.cache, whole(prompts, texts))
 
 
 def script(text: list[int], stop_ids=()) -> Loaded:
