@@ -5,6 +5,7 @@ final norm; its output, through the trunk's output head, predicts token p + 2 (a
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from jaxtyping import Array, Float, Int32
 from models.layers.norm import RMSNorm
 from models.layers.projection import bias_free
 from models.layers.residual import entered
-from replayssm_jax.cache import AttentionLayer, empty_attention
+from replayssm_jax.backend import resolve
+from replayssm_jax.cache import AttentionLayer, empty_attention, static
+from replayssm_jax.config import EagerConfig
 from replayssm_jax.replay import Segment, fresh_segment
 from replayssm_jax.speculative import Drafter, Drafts, at_index, draw_drafts
 
@@ -66,12 +69,14 @@ class MTPState:
     caches: keys and values of entry p in column p; entries below position - waiting are final, the others are
     scratch. tokens, hidden: of the last `waiting` committed positions, from column 0 on; hidden: the trunk's.
     waiting: 0 in an empty row; an entry waits until the token after it is known.
+    kernels: the GPU kernels serve the target's cache, so they may serve the head's layers.
     """
 
     caches: Caches
     tokens: Int32[Array, "B W"]
     hidden: Float[Array, "B W D"]
     waiting: Int32[Array, " B"]
+    kernels: bool = static(default=False)
 
 
 @jax.tree_util.register_dataclass
@@ -84,12 +89,14 @@ class MTPDrafter(Drafter):
 
     def init(self, model, batch, max_length, replay):
         dtype, size = model.embed.weight.dtype, model.embed.weight.shape[1]
-        window = 1 if replay is None else replay.window
+        method = EagerConfig() if replay is None else replay
+        served = resolve(method, model.cache_specs(), batch, dtype).implementation == "pallas"
         return MTPState(
             caches=model.mtp.init_caches(batch, max_length, dtype),
-            tokens=jnp.zeros((batch, window), jnp.int32),
-            hidden=jnp.zeros((batch, window, size), dtype),
+            tokens=jnp.zeros((batch, method.window), jnp.int32),
+            hidden=jnp.zeros((batch, method.window, size), dtype),
             waiting=jnp.zeros((batch,), jnp.int32),
+            kernels=served,
         )
 
     def prefill(self, model, state, tokens, hidden, lengths, position):
@@ -120,13 +127,14 @@ class MTPDrafter(Drafter):
         last = jnp.maximum(state.waiting - 1, 0)
         rows = jnp.arange(token.shape[0], dtype=jnp.int32)
         following = jnp.roll(state.tokens, -1, axis=1).at[rows, last].set(token)
-        outputs, caches = _entries(model, state.caches, following, state.hidden, position - state.waiting)
+        entries = functools.partial(_entries, model, kernels=state.kernels)
+        outputs, caches = entries(state.caches, following, state.hidden, position - state.waiting)
         output = at_index(outputs, last)
         draft, q = draw_drafts(model.logits(output), prompt, position + 1, params)
 
         def one_more(carry, place):
             draft, output, caches = carry
-            outputs, caches = _entries(model, caches, draft[:, None], output[:, None], position + place - 2)
+            outputs, caches = entries(caches, draft[:, None], output[:, None], position + place - 2)
             draft, q = draw_drafts(model.logits(outputs[:, 0]), prompt, position + place, params)
             return (draft, outputs[:, 0], caches), (draft, q)
 
@@ -140,7 +148,8 @@ class MTPDrafter(Drafter):
         return drafts, dataclasses.replace(state, caches=caches)
 
     def commit(self, model, state, tokens, hidden, accepted, position):
-        kept = MTPState(state.caches, tokens, hidden.astype(state.hidden.dtype), accepted)
+        hidden = hidden.astype(state.hidden.dtype)
+        kept = dataclasses.replace(state, tokens=tokens, hidden=hidden, waiting=accepted)
         return dataclasses.replace(_where(accepted > 0, kept, state), caches=state.caches)
 
 
@@ -150,13 +159,16 @@ def _entries(
     tokens: Int32[Array, "B T"],
     hidden: Float[Array, "B T D"],
     position: Int32[Array, " B"],
+    *,
+    kernels: bool,
 ) -> tuple[Float[Array, "B T D"], Caches]:
     """The head's normed outputs of T entries from `position` on, as a step makes them.
 
     tokens: those after the entries. All entries are stored, those that mean nothing too: they are scratch.
     """
     batch, count = tokens.shape
-    segment = dataclasses.replace(fresh_segment(batch, count), position=position, mode="step")
+    segment = fresh_segment(batch, count)
+    segment = dataclasses.replace(segment, position=position, mode="step", head=kernels)
     return model.mtp(model.embed(tokens), hidden, segment, caches)
 
 

@@ -40,6 +40,7 @@ class Segment:
     mesh: devices that share the rows and heads; each then has a plan of its own rows.
     seed: the rows' seeds where a rewritten checkpoint is rounded stochastically, else None.
     skips: leave out the reads of heads that have forgotten their checkpoint.
+    head: entries of a prediction head, which has no recurrences, beside a cache that the GPU kernels serve.
     """
 
     position: Int32[Array, " B"]
@@ -53,11 +54,12 @@ class Segment:
     mesh: Mesh | None = static(default=None)
     seed: UInt32[Array, " B"] | None = None
     skips: bool = static(default=False)
+    head: bool = static(default=False)
 
     @property
     def kernels(self) -> bool:
         """Whether GPU kernels may serve the layers around the recurrences too."""
-        return self.plan is not None and self.mesh is None
+        return (self.plan is not None or self.head) and self.mesh is None
 
     @property
     def positions(self) -> Int32[Array, "B T"]:

@@ -1,6 +1,7 @@
 """Multi-token-prediction heads: against float64, one entry at a time, and as drafters beside the trunk."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 import replayssm_jax as rs
 from bench.embedded_drafts import draft_outputs
+from models import mtp
+from models.layers import attention
 from models.mtp import MTPDrafter
 from replayssm_jax.replay import fresh_segment
 from replayssm_jax.sampling import Sampling, sampling_params
@@ -183,6 +186,23 @@ def test_the_first_draft_is_the_best_token_of_the_head(headed):
         first = follower.draft().tokens[:, 0]
         assert first.tolist() == best.tolist()
         assert follower.draft().tokens[:, 0].tolist() == best.tolist(), "drafting again changes nothing"
+
+
+@pytest.mark.parametrize("headed", ["GDN"], indirect=True)
+def test_the_kernels_may_serve_a_head_where_they_serve_the_cache(headed, monkeypatch):
+    follower, asked = Follower(headed), []
+    # A stand-in that leaves the attention to the portable backend, as the kernel does with other sizes.
+    monkeypatch.setattr(attention, "kernel_attention", lambda q, *_: asked.append(q.shape[1]))
+    rest = follower.prompt, follower.cache.position, follower.prompt, GREEDY
+    trace = functools.partial(follower.drafter.draft, count=WINDOW - 1)
+    jax.eval_shape(trace, follower.model, follower.state, *rest)
+    assert not asked
+    monkeypatch.setattr(
+        mtp, "resolve", lambda method, *_: dataclasses.replace(method, implementation="pallas")
+    )
+    state = follower.drafter.init(follower.model, ROWS, TEXT, follower.cache.replay)
+    jax.eval_shape(trace, follower.model, state, *rest)
+    assert set(asked) == {WINDOW, 1}
 
 
 def test_rows_are_moved_and_emptied_with_their_waiting_entries(headed, never_drafted):
