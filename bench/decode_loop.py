@@ -2,9 +2,10 @@
 
 A dispatch runs `steps` decode steps on the device: forward pass, argmax over the logits of every token,
 commit of drawn counts, and the next tokens (the chosen one, and drafts that a hash makes up). So a
-speculative step costs its verification and its choice of tokens; a drafter's own work is not in it. A repeat
-starts at `context` committed tokens a row (the cursors are set; what keys and values hold does not matter to
-the time), in the long-run distribution of ring lengths, and is `dispatches` long.
+speculative step costs its verification and its choice of tokens; a drafter's own work is in it only where the
+setting names one: then the model's head drafts, and the counts that are committed stay drawn. A repeat starts
+at `context` committed tokens a row (the cursors are set; what keys and values hold does not matter to the
+time), in the long-run distribution of ring lengths, and is `dispatches` long.
 """
 
 import dataclasses
@@ -21,14 +22,16 @@ import numpy as np
 from bench import kernel_table, roofline
 from bench.conventional import conventional_cache
 from bench.device_clock import nanoseconds
-from bench.e2e_models import depth_cut, layer_kinds, prepare_random, published
+from bench.e2e_models import depth_cut, layer_kinds, prepare_random, published, with_head
 from models.checkpoint import abstract_model, parameter_count
+from models.config import ModelConfig
 from pallas_kernels.numerics import hash_uint32
 from replayssm_jax.cache import Cache
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.decode import FlatModel
 from replayssm_jax.flush import spread_flush_at
 from replayssm_jax.replay import commit_core, step_core
+from replayssm_jax.sampling import Sampling, sampling_params
 
 PHASES = ("random", "synchronised", "spread")
 
@@ -43,7 +46,8 @@ class Setting:
     repeat; repeats: how often it is timed. phases, of the rows' flushes: "random" (drawn from the long run),
     "synchronised" (all rows at the same step) or "spread" (as `generate` spreads them). step_times: read the
     device's clock after every step. recurrence, read: formats of replay's checkpoint and of what its outputs
-    read. profile: one more dispatch under the profiler, summed by kind of kernel.
+    read. profile: one more dispatch under the profiler, summed by kind of kernel. drafter: "mtp", what
+    proposes the drafts; None: they are made up.
     """
 
     model: str
@@ -64,6 +68,13 @@ class Setting:
     recurrence: str = "fp32"
     read: str = "fp32"
     profile: bool = False
+    drafter: str | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes, with a head where that drafts."""
+        config = depth_cut(published(self.model), self.layers)
+        return config if self.drafter is None else with_head(config)
 
     @property
     def accepted(self) -> tuple[float, ...]:
@@ -103,16 +114,25 @@ def empty_cache(setting: Setting, model: Any, batch: int, max_length: int) -> Ca
     return model.init_cache(batch, max_length, setting.decoding)
 
 
-@functools.partial(jax.jit, donate_argnums=(1, 2), static_argnames="clock")
+@functools.partial(jax.jit, donate_argnums=(1, 2, 4), static_argnames="clock")
 def decode_steps(
-    model: FlatModel, tokens: jax.Array, cache: Cache, accepted: jax.Array, *, clock: bool = False
-) -> tuple[jax.Array, Cache, jax.Array]:
+    model: FlatModel,
+    tokens: jax.Array,
+    cache: Cache,
+    accepted: jax.Array,
+    *state: Any,
+    clock: bool = False,
+) -> tuple:
     """Steps that feed tokens [B, T]; accepted int32 [steps, B] are the counts that they commit.
 
-    The third result holds, with `clock`, the device's clock before the first step and after every one, uint32
+    state: of the model's own drafter; without it drafts are made up. Returns tokens, cache, clock and state:
+    the third holds, with `clock`, the device's clock before the first step and after every one, uint32
     [steps + 1]; else nothing.
     """
     network = model.unflatten()
+    drafter = network.own_drafter() if state else None
+    greedy = sampling_params(Sampling(), network.config.vocab_size, ())
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     vocabulary = network.config.vocab_size
     drafts = jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None, :]
 
@@ -120,17 +140,24 @@ def decode_steps(
         return stamps.at[index].set(nanoseconds(tokens[0, 0])) if clock else stamps
 
     def one(step: jax.Array, carry: tuple) -> tuple:
-        tokens, cache, stamps = carry
-        logits, _, cache = step_core(network, tokens, cache)
+        tokens, cache, stamps, *state = carry
+        position = cache.position
+        logits, hidden, cache = step_core(network, tokens, cache)
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         cache = commit_core(cache, accepted[step])
         chosen = jnp.take_along_axis(best, accepted[step][:, None] - 1, axis=1)
-        made_up = hash_uint32(chosen, drafts) % jnp.uint32(vocabulary)
-        tokens = jnp.where(drafts == 0, chosen, made_up.astype(jnp.int32))
-        return tokens, cache, stamp(stamps, step + 1, tokens)
+        if drafter is None:
+            made_up = hash_uint32(chosen, drafts) % jnp.uint32(vocabulary)
+            tokens = jnp.where(drafts == 0, chosen, made_up.astype(jnp.int32))
+        else:
+            moved = drafter.commit(network, *state, tokens, hidden, accepted[step], position)
+            newest, count = chosen[:, 0], tokens.shape[1] - 1
+            proposed, *state = drafter.draft(network, moved, newest, cache.position, rows, greedy, count)
+            tokens = jnp.concatenate([chosen, proposed.tokens], axis=1)
+        return tokens, cache, stamp(stamps, step + 1, tokens), *state
 
     stamps = jnp.zeros((accepted.shape[0] + 1 if clock else 0,), jnp.uint32)
-    carry = tokens, cache, stamp(stamps, 0, tokens)
+    carry = tokens, cache, stamp(stamps, 0, tokens), *state
     return jax.lax.fori_loop(0, accepted.shape[0], one, carry)
 
 
@@ -158,16 +185,19 @@ class Run:
 
     def __init__(self, setting: Setting):
         self.setting = setting
-        self.config = depth_cut(published(setting.model), setting.layers)
+        self.config = setting.config
         self._weights = prepare_random(self.config)
         self._start, self._length, self._accepted = cursors(setting)
         model = FlatModel.of(abstract_model(self.config, jnp.dtype(jnp.bfloat16)))
 
         @jax.jit
-        def build(model: FlatModel) -> Cache:
-            return empty_cache(setting, model.unflatten(), setting.batch, setting.max_length)
+        def build(model: FlatModel) -> tuple:
+            network, sizes = model.unflatten(), (setting.batch, setting.max_length)
+            drafters = [] if setting.drafter is None else [network.own_drafter()]
+            states = [drafter.init(network, *sizes, setting.decoding) for drafter in drafters]
+            return empty_cache(setting, network, *sizes), *states
 
-        shapes = jax.eval_shape(build, model)
+        shapes, *state = jax.eval_shape(build, model)
         self._build = build
         self._state: tuple | None = None
         # Microseconds of every step of every repeat, where the device's clock is read.
@@ -175,36 +205,37 @@ class Run:
         self.cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
         began = time.perf_counter()
         tokens = jax.ShapeDtypeStruct((setting.batch, setting.window), jnp.int32)
-        lowered = decode_steps.lower(model, tokens, shapes, self._accepted, clock=setting.step_times)
+        lowered = decode_steps.lower(model, tokens, shapes, self._accepted, *state, clock=setting.step_times)
         self.lowering = time.perf_counter() - began
         self.program = lowered.compile()
         self.compiling = time.perf_counter() - began - self.lowering
 
     def _arguments(self) -> tuple:
-        """Model, tokens, a cache with the cursors of a repeat's start, and counts, all on the device."""
+        """Model, tokens, a cache with the cursors of a repeat's start, counts and, where a head drafts, its
+        state, all on the device."""
         setting = self.setting
         if self._state is None:
             model = FlatModel.of(self._weights())
             tokens = jnp.zeros((setting.batch, setting.window), jnp.int32)
-            self._state = model, tokens, self._build(model)
-        model, tokens, cache = self._state
+            self._state = model, tokens, *self._build(model)
+        model, tokens, cache, *state = self._state
         # Fresh arrays: the cache is donated, cursors included.
         cache = dataclasses.replace(cache, start=jnp.array(self._start), length=jnp.array(self._length))
         accepted = jnp.array(self._accepted)
-        return jax.block_until_ready((model, tokens, cache, accepted))
+        return jax.block_until_ready((model, tokens, cache, accepted, *state))
 
     def repeat(self) -> float:
         """Seconds a step of one repeat."""
         setting = self.setting
-        model, tokens, cache, accepted = self._arguments()
+        model, tokens, cache, accepted, *state = self._arguments()
         stamps = []
         began = time.perf_counter()
         for _ in range(setting.dispatches):
-            tokens, cache, ticks = self.program(model, tokens, cache, accepted)
+            tokens, cache, ticks, *state = self.program(model, tokens, cache, accepted, *state)
             stamps.append(ticks)
         jax.block_until_ready(tokens)
         seconds = time.perf_counter() - began
-        self._state = model, tokens, cache
+        self._state = model, tokens, cache, *state
         # Unsigned differences stay right where the clock's low word wraps.
         ticks = np.concatenate([np.diff(np.asarray(ticks)) for ticks in stamps])
         self.step_times.append(ticks.astype(np.float64) * 1e-3)
@@ -212,12 +243,13 @@ class Run:
 
     def profile(self) -> dict[str, float]:
         """Microseconds a step by kind of kernel, of one dispatch under the profiler."""
-        model, tokens, cache, accepted = self._arguments()
+        model, tokens, cache, accepted, *state = self._arguments()
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                tokens, cache, _ = jax.block_until_ready(self.program(model, tokens, cache, accepted))
+                outputs = self.program(model, tokens, cache, accepted, *state)
+                tokens, cache, _, *state = jax.block_until_ready(outputs)
             found = kernel_table.events(Path(folder))
-        self._state = model, tokens, cache
+        self._state = model, tokens, cache, *state
         return kernel_table.by_kind(found, self.setting.steps)
 
     def record(self, seconds: list[float]) -> dict:
@@ -306,6 +338,7 @@ class Run:
             "method": setting.method,
             "implementation": setting.implementation,
             "op": operation,
+            **({} if setting.drafter is None else {"drafter": setting.drafter}),
             "window": setting.window,
             "buffer_length": setting.buffer_length,
         }
@@ -313,7 +346,7 @@ class Run:
 
 def row_bytes(setting: Setting, max_length: int) -> int:
     """Bytes of one row: its cache of max_length positions, and float32 logits of a step's tokens."""
-    config = depth_cut(published(setting.model), setting.layers)
+    config = setting.config
     network = abstract_model(config, jnp.dtype(jnp.bfloat16))
 
     def bytes_of(batch: int) -> int:
@@ -327,7 +360,7 @@ def row_bytes(setting: Setting, max_length: int) -> int:
 
 def needed_bytes(setting: Setting) -> int:
     """Bytes of weights, cache and logits of a setting."""
-    weights = 2 * parameter_count(depth_cut(published(setting.model), setting.layers))
+    weights = 2 * parameter_count(setting.config)
     return weights + setting.batch * row_bytes(setting, setting.max_length)
 
 
@@ -337,7 +370,7 @@ def concurrency(setting: Setting, max_length: int, memory: int) -> dict:
     The cache of that many rows is allocated once, with its logits, beside a block as large as the weights; an
     out-of-memory error ends the process.
     """
-    config = depth_cut(published(setting.model), setting.layers)
+    config = setting.config
     weights = 2 * parameter_count(config)
     each = row_bytes(setting, max_length)
     rows = (memory - weights) // each

@@ -17,7 +17,7 @@ from flax import nnx
 
 from models.base import HybridModel
 from models.checkpoint import FAMILIES, abstract_model
-from models.config import ModelConfig, NemotronHConfig, Qwen35Config, parse_config
+from models.config import ModelConfig, MTPConfig, NemotronHConfig, Qwen35Config, parse_config
 from pallas_kernels.numerics import hash_uint32
 
 _NEMOTRON = {
@@ -142,6 +142,16 @@ def depth_cut(config: ModelConfig, layers: int | None) -> ModelConfig:
     if isinstance(config, Qwen35Config):
         return dataclasses.replace(config, layer_types=kept)
     return dataclasses.replace(config, layer_pattern="".join(kept))
+
+
+def with_head(config: ModelConfig) -> ModelConfig:
+    """The configuration with a dense multi-token-prediction head as its family has them.
+
+    Qwen3.5: one attention layer with its MLP. Nemotron-H: an attention layer and an MLP; the published head
+    of Nemotron-3-Super has experts there, Nemotron-3-Nano-4B is published without one.
+    """
+    layers = ("full_attention",) if isinstance(config, Qwen35Config) else ("*", "-")
+    return dataclasses.replace(config, mtp=MTPConfig(layers=layers))
 
 
 def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16) -> HybridModel:

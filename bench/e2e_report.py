@@ -180,7 +180,8 @@ def verification_by_kind(records: Sequence[dict]) -> str:
         if "kernels_us" in record:
             depth = f"{record['layers']} (cut)" if record["depth_cut"] else str(record["layers"])
             head = [NAMES.get(record["shape"], record["shape"]), depth, str(record["batch"])]
-            head += [record["method"], str(record["window"]), f"{record['time_us'] / 1e3:.1f}"]
+            method = f"{record['method']}, {record['drafter']}" if "drafter" in record else record["method"]
+            head += [method, str(record["window"]), f"{record['time_us'] / 1e3:.1f}"]
             rows.append([*head, *_kinds(record), record.get("commit", "-")])
     return rows_of_table(["model", "layers", "batch", "method", "T", "step", *KINDS, "commit"], rows)
 
@@ -229,7 +230,7 @@ def verification(records: Sequence[dict], window: int = 4) -> str:
     columns = (("eager", 1), ("replay", 1), ("replay", window), ("conventional", window))
     found: dict[tuple, dict[tuple[str, int], dict]] = {}
     for record in records:
-        if record["op"] == "concurrency" or record["buffer_length"] != 16:
+        if record["op"] == "concurrency" or record["buffer_length"] != 16 or "drafter" in record:
             continue
         if not record["depth_cut"] or record["shape"] in STAND_INS:
             place = [record[name] for name in ("depth_cut", "shape", "layers", "batch")]

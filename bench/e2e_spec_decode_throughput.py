@@ -4,9 +4,10 @@ All four methods (`replay` and `conventional` with a window of T tokens, plain `
 published model with random weights, in processes of their own, at equal acceptance: counts drawn from the
 histogram whose drafts are accepted at one rate, which `--mean-accepted` fixes for T = 4. A step is the
 verification of T tokens and the choice of the next; no drafter runs (with a real one its cost is the same for
-both speculative methods). Whole models at T = 4 and the batches of `--full-batches`; `--windows` at all
-`--batches` on a cut of `--layers` layers, whose records have `depth_cut`: the head weighs more there.
-`concurrency` records tell how many rows of `--max-lengths` positions fit into `--memory`.
+both speculative methods), but in the records of `--drafting`, whose `drafter` is a head of the model's own.
+Whole models at T = 4 and the batches of `--full-batches`; `--windows` at all `--batches` on a cut of
+`--layers` layers, whose records have `depth_cut`: the output head weighs more there. `concurrency` records
+tell how many rows of `--max-lengths` positions fit into `--memory`.
 
     python -m bench.e2e_spec_decode_throughput --model nano-4b --commit HASH
 """
@@ -48,11 +49,17 @@ def plan(options: argparse.Namespace) -> list[Task]:
     )
     cut = dataclasses.replace(base, layers=model_options.cut(options))
     settings = []
+
+    def drafting(point: Setting) -> list[Setting]:
+        return [dataclasses.replace(point, drafter="mtp")] if options.drafting else []
+
     for batch in options.full_batches:
         settings += points(base, batch, 4, rate)
+        settings += drafting(settings[-4])
     for window in options.windows:
         for batch in options.batches:
             settings += points(cut, batch, window, rate)[:2]
+            settings += drafting(settings[-2])
     for batch in options.batches:
         settings += points(cut, batch, 4, rate)[2:] if options.plain else []
     tasks = [Task(setting=setting) for setting in settings]
@@ -68,7 +75,7 @@ def ratios(records: list[dict]) -> str:
     timed = {
         (r["shape"], r["layers"], r["batch"], r["window"], r["method"]): r
         for r in records
-        if r["op"] != "concurrency"
+        if r["op"] != "concurrency" and "drafter" not in r
     }
     lines = [
         f"{'shape':11}{'layers':>7}{'batch':>6}{'T':>3}{'/conventional (bound)':>23}{'/eager (bound)':>16}"
@@ -82,6 +89,13 @@ def ratios(records: list[dict]) -> str:
                 ratio = f"{record['tokens_per_second'] / found['tokens_per_second']:.2f}" if found else "-"
                 cells.append(ratio if bound is None else f"{ratio} ({bound:.2f})")
             lines.append(f"{shape:11}{layers:7}{batch:6}{window:3}{cells[0]:>23}{cells[1]:>16}{cells[2]:>9}")
+    for r in records:
+        if "drafter" in r:
+            alone = timed.get((r["shape"], r["layers"], r["batch"], r["window"], r["method"]))
+            more = (
+                f"{r['time_us'] / alone['time_us']:.2f} of the step without" if alone else "no step without"
+            )
+            lines.append(f"batch {r['batch']}, T = {r['window']}, {r['drafter']} drafts: {more}")
     for replay, conventional in rows_that_fit(records):
         ratio, length = replay["rows"] / conventional["rows"], replay["max_length"]
         lines.append(f"rows of {length} positions that fit, T = 4, replay over conventional: {ratio:.2f}")
@@ -112,6 +126,7 @@ def main() -> None:
     parser.add_argument(
         "--max-lengths", type=numbers, default=[512, 2048], help="positions a row in those records"
     )
+    parser.add_argument("--drafting", action="store_true", help="replay with the head's own drafts too")
     parser.add_argument("--profile", action="store_true", help="one more dispatch, summed by kind of kernel")
     options = parser.parse_args()
     save, limits = model_options.results("e2e_spec_decode_throughput", options)

@@ -69,6 +69,19 @@ def test_a_repeat_commits_the_drawn_counts_and_copies_no_cache(tiny, method):
     )
 
 
+def test_a_head_drafts_in_a_step_that_commits_the_drawn_counts(tiny):
+    setting = Setting(method="replay", window=3, mean_accepted=2.0, drafter="mtp", **tiny)
+    run = Run(setting)
+    start, length, accepted = cursors(setting)
+    seconds = [run.repeat(), run.repeat()]
+    _, tokens, cache, state = run._state
+    np.testing.assert_array_equal(cache.position, start + length + accepted.sum(axis=0))
+    # What waits are the tokens that the last step committed.
+    np.testing.assert_array_equal(state.waiting, accepted[-1])
+    assert len(set(np.asarray(tokens).ravel().tolist())) > 1
+    assert run.record(seconds)["drafter"] == "mtp"
+
+
 def test_rows_start_in_the_long_run_distribution(tiny):
     setting = Setting(method="replay", window=4, mean_accepted=3.0, **tiny | {"batch": 4000, "steps": 500})
     start, length, accepted = cursors(setting)
