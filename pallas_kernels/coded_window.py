@@ -19,11 +19,13 @@ from pallas_kernels.coded_copies import Copies, aligned_head, landing_barriers
 from pallas_kernels.fold import claim
 from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
 from pallas_kernels.pipeline import (
+    SMS,
     Geometry,
     Group,
     Operands,
     Recurrence,
     fit,
+    listed_rows,
     pin_plain,
     shared_bytes,
 )
@@ -121,27 +123,33 @@ def stream_coded_window(
         "ready": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "free": plgpu.Barrier(num_arrivals=workers, num_barriers=2),
     }
-    if not claims:
-        scratch["cursor_barrier"] = plgpu.Barrier(num_arrivals=1)
     if beside is not None:
         scratch["beside"] = beside[0]
-    ctas, stages = fit(launch, lambda stages: shared_bytes((scratch, staged(stages))))
-    # Workers that read the tiles of a step together; steps go round the teams. A stage is always the same
-    # team's, which could not tell a turn that it missed from the next.
-    team = max(n for n in range(1, workers + 1) if workers % n == 0 and (n == 1 or 4 * n <= size))
-    team = workers if stages < workers // team else team
+
+    def waiting(stages: int, ctas: int) -> dict:
+        """What the stages and the CTA's share of the plan need besides."""
+        options = {"scaled": codes.scaled, "constants": has_constants, "fused": fused}
+        made = landing_barriers(plgpu, recurrence, stages, **options)
+        made["emptied"] = plgpu.Barrier(num_arrivals=team_of(stages), num_barriers=stages)
+        if not claims:
+            made["cursor"] = plgpu.SMEM((listed_rows(geo.batch, ctas), 4), jnp.int32)
+            made["cursor_barrier"] = plgpu.Barrier(num_arrivals=1)
+        return made
+
+    def team_of(stages: int) -> int:
+        """Workers that read the tiles of a step together; steps go round the teams. A stage is always the
+        same team's, which could not tell a turn that it missed from the next."""
+        team = max(n for n in range(1, workers + 1) if workers % n == 0 and (n == 1 or 4 * n <= size))
+        return workers if stages < workers // team else team
+
+    ctas, stages = fit(launch, lambda stages: shared_bytes((scratch, staged(stages), waiting(stages, SMS))))
+    team = team_of(stages)
     teams = workers // team
     stages -= stages % teams
     program = coded.Step(codes, readers, geo, size, 4 * team, weight_heads, shared)
     ctas = min(ctas, geo.batch * row_steps)
-    listed = min(geo.batch, -(-geo.batch // ctas) + 2)
-    if not claims:
-        scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
-    scratch |= staged(stages)
-    scratch |= landing_barriers(
-        plgpu, recurrence, stages, scaled=codes.scaled, constants=has_constants, fused=fused
-    )
-    scratch["emptied"] = plgpu.Barrier(num_arrivals=team, num_barriers=stages)
+    listed = listed_rows(geo.batch, ctas)
+    scratch |= staged(stages) | waiting(stages, ctas)
 
     arguments = [
         operands.out,

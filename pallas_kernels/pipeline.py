@@ -236,11 +236,17 @@ def row_sums(partial: jax.Array) -> jax.Array:
 
 
 def shared_bytes(scratch: Any) -> int:
-    """Shared memory of buffers, each rounded up to 1 KB as the compiler places them, plus 2 KB for barriers
-    and cursors."""
+    """Shared memory of a kernel with these buffers, each rounded up to 1 KB as the compiler places them, with
+    1 KB for sums and 8 bytes a barrier."""
     leaves = jax.tree.leaves(scratch, is_leaf=lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves if hasattr(x, "memory_space")]
-    return sum(-(-size // 1024) * 1024 for size in sizes) + 2048
+    barriers = sum(math.prod(x.num_barriers) for x in leaves if hasattr(x, "num_barriers"))
+    return sum(-(-size // 1024) * 1024 for size in sizes) + 1024 + 8 * barriers
+
+
+def listed_rows(batch: int, ctas: int) -> int:
+    """Rows of the plan, at most, that one of `ctas` equal shares of all rows' tiles touches."""
+    return min(batch, -(-batch // ctas) + 2)
 
 
 def fit(launch: LaunchParameters, bytes_of: Callable[[int], int]) -> tuple[int, int]:

@@ -28,12 +28,14 @@ from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic
 from pallas_kernels.packing import pack_readers, reader_parts
 from pallas_kernels.pipeline import (
     CTA_SHARED_BYTES,
+    SMS,
     Geometry,
     Group,
     Operands,
     Recurrence,
     fit,
     granule_live,
+    listed_rows,
     pin_plain,
     shared_bytes,
 )
@@ -179,22 +181,28 @@ def stream_window(
             return staged(stages), kept
         return plgpu.RefUnion(staged(stages), kept)
 
+    def waiting(stages: int, ctas: int) -> dict:
+        """What the stages and the CTA's share of the plan need besides."""
+        copies = 1 if fused else 2 + granules
+        made = {"tile_barrier": plgpu.Barrier(num_arrivals=copies, num_barriers=stages)}
+        if not claims:
+            made["cursor"] = plgpu.SMEM((listed_rows(geo.batch, ctas), 4), jnp.int32)
+            made["cursor_barrier"] = plgpu.Barrier(num_arrivals=1)
+        if fused:
+            made["rows_landed"] = plgpu.SMEM((stages, 2), jnp.int32)
+        return made
+
     # A stage is a tile: of a state half as wide, twice as many keep the same bytes in flight.
     deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
-    ctas, stages = fit(deeper, lambda stages: shared_bytes((scratch, stages_or_work(stages))))
+    ctas, stages = fit(
+        deeper, lambda stages: shared_bytes((scratch, stages_or_work(stages), waiting(stages, SMS)))
+    )
     all_tiles = geo.batch * row_tiles
     # Coefficients that need a warpgroup of their own take longer than `stages` tiles.
     span = chunk_tiles(tiles, 2 * stages if apart else stages, all_tiles // ctas)
     ctas = min(ctas, all_tiles // span if claims else all_tiles)
-    if not claims:
-        listed = min(geo.batch, -(-geo.batch // ctas) + 2)
-        scratch["cursor"] = plgpu.SMEM((listed, 4), jnp.int32)
-        scratch["cursor_barrier"] = plgpu.Barrier(num_arrivals=1)
-    scratch["stages"] = stages_or_work(stages)
-    if fused:
-        scratch["rows_landed"] = plgpu.SMEM((stages, 2), jnp.int32)
-    copies = 1 if fused else 2 + granules
-    scratch["tile_barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    listed = listed_rows(geo.batch, ctas)
+    scratch |= {"stages": stages_or_work(stages)} | waiting(stages, ctas)
 
     def body(*refs: Any, **buffers: Any) -> None:
         if earlier is None:

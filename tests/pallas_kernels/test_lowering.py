@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.shapes import SHAPES
+from bench.shapes import SHAPES, Shape
 from pallas_kernels import launch
 from tests.pallas_kernels import cases
 
@@ -90,6 +90,16 @@ def test_kernels_lower_to_cuda_with_float32_inputs(name):
 @pytest.mark.parametrize("name", ["super", "q122"])
 def test_kernels_lower_to_cuda_with_a_half_width_state(name, state):
     lower(name, 1, state=state)
+
+
+@pytest.mark.slow
+def test_a_window_that_takes_nearly_all_shared_memory_lowers_to_cuda():
+    shape = Shape(recurrence="gated_delta", groups=1, heads=8, head_dim=64, d_state=128)
+    draw = functools.partial(
+        cases.draw, shape, batch=3, tokens=3, buffer_length=4, slots=16, activation=jnp.float32
+    )
+    arguments = jax.eval_shape(lambda: draw().arguments())
+    jax.jit(cases.KERNELS["gated_delta"].window).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
 def test_persistent_grids_are_resident():
