@@ -14,11 +14,7 @@ from pallas_kernels import bulk
 from pallas_kernels.launch import TILE
 from pallas_kernels.pipeline import Geometry, Recurrence
 from pallas_kernels.rows import PIECE_BYTES, init_barriers, wait_rows
-
-
-def aligned_head(geometry: Geometry, group: Any) -> Any:
-    """First head of a copy of a group's scalars, which begins at a multiple of 16 bytes."""
-    return lax.div(group * geometry.group_heads, 4) * 4
+from pallas_kernels.window_parts import aligned_head
 
 
 @dataclasses.dataclass(frozen=True)

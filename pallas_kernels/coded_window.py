@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import coded, numerics
-from pallas_kernels.coded_copies import Copies, aligned_head, landing_barriers
+from pallas_kernels.coded_copies import Copies, landing_barriers
 from pallas_kernels.fold import claim
-from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
+from pallas_kernels.launch import TILE, LaunchParameters, Unsupported, mosaic_gpu
 from pallas_kernels.pipeline import (
     SMS,
     Geometry,
@@ -29,6 +29,7 @@ from pallas_kernels.pipeline import (
     pin_plain,
     shared_bytes,
 )
+from pallas_kernels.window_parts import Ahead, Work, aligned_head, append_group
 
 # A chunk is announced while the tiles of up to three before it are read.
 ANNOUNCED = 4
@@ -59,11 +60,14 @@ def stream_coded_window(
     format: str,
     launch: LaunchParameters,
     *,
-    beside: tuple[dict, Callable[..., None]] | None = None,
-    alone: bool = False,
+    before: Callable[[int], Work] | None = None,
     interpret: Any = None,
 ) -> None:
-    """As `window.stream_window`, from operands.copy, or the checkpoint where there is none, in `format`."""
+    """As `window.stream_window`, from operands.copy, or the checkpoint where there is none, in `format`.
+
+    before(n): work that folds all rows that flush in n warpgroups before anything is read, as many as shared
+    memory allows; None: they are left alone.
+    """
     plgpu = mosaic_gpu()
     geometry.check()
     recurrence.check(geometry)
@@ -123,8 +127,19 @@ def stream_coded_window(
         "ready": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "free": plgpu.Barrier(num_arrivals=workers, num_barriers=2),
     }
-    if beside is not None:
-        scratch["beside"] = beside[0]
+    warpgroups = 1 + apart + workers
+    earlier = Ahead.fitting(
+        before, launch.flush_workers, warpgroups, scratch, registers=launch.ahead, fused=fused
+    )
+    if before is not None and earlier is None:
+        raise Unsupported(f"a flush of {tokens} tokens a step and {ring} slots takes too much shared memory")
+    if earlier is not None:
+        warpgroups = earlier.warpgroups
+        scratch |= earlier.scratch(plgpu)
+
+    def stages_or_work(stages: int) -> Any:
+        """The stages, in memory that the flush has used when they begin."""
+        return earlier.and_stages(plgpu, staged(stages)) if earlier else staged(stages)
 
     def waiting(stages: int, ctas: int) -> dict:
         """What the stages and the CTA's share of the plan need besides."""
@@ -142,14 +157,16 @@ def stream_coded_window(
         team = max(n for n in range(1, workers + 1) if workers % n == 0 and (n == 1 or 4 * n <= size))
         return workers if stages < workers // team else team
 
-    ctas, stages = fit(launch, lambda stages: shared_bytes((scratch, staged(stages), waiting(stages, SMS))))
+    ctas, stages = fit(
+        launch, lambda stages: shared_bytes((scratch, stages_or_work(stages), waiting(stages, SMS)))
+    )
     team = team_of(stages)
     teams = workers // team
     stages -= stages % teams
     program = coded.Step(codes, readers, geo, size, 4 * team, weight_heads, shared)
     ctas = min(ctas, geo.batch * row_steps)
     listed = listed_rows(geo.batch, ctas)
-    scratch |= staged(stages) | waiting(stages, ctas)
+    scratch |= {"stages": stages_or_work(stages)} | waiting(stages, ctas)
 
     arguments = [
         operands.out,
@@ -168,6 +185,11 @@ def stream_coded_window(
     ]
 
     def body(*refs: Any, **buffers: Any) -> None:
+        if earlier is None:
+            buffers |= buffers.pop("stages")
+        else:
+            staged_buffers, work_buffers = buffers.pop("stages")
+            buffers |= staged_buffers
         smem = types.SimpleNamespace(**buffers)
         by_operand = dict(zip(map(id, arguments), refs, strict=True))
 
@@ -182,12 +204,18 @@ def stream_coded_window(
         copies = Copies(plgpu, geo, recurrence, size, smem, types.SimpleNamespace(**source), fused)
         cursor_in, counts_in = ref_of(operands.cursor), ref_of(operands.counts)
         if fused:
-            others = {"cursor", "chunks", "beside", "cursor_barrier", "known", "used", "ready", "free"}
-            others.add("emptied")
+            others = {"cursor", "chunks", "cursor_barrier", "known", "used", "ready", "free"}
+            others |= {"emptied", "earlier", "folded"}
             plain = {name: buffer for name, buffer in buffers.items() if name not in others}
             pin_plain(plgpu, jax.tree.leaves(plain))
 
         cta = lax.axis_index("cta")
+        if earlier is not None:
+
+            @pl.when(counts_in[1] > 0)
+            def _():
+                earlier.run(plgpu, refs, smem, work_buffers, cta, ctas, counts_in[1])
+
         total = counts_in[0] * row_steps
         begin, end = lax.div(cta * total, ctas), lax.div((cta + 1) * total, ctas)
         all_groups = counts_in[0] * groups
@@ -213,24 +241,6 @@ def stream_coded_window(
             within = lax.rem(first, row_steps)
             group, step = lax.div(within, group_steps), lax.rem(within, group_steps)
             return Chunk(first, row, start, length, group, step * size, count)
-
-        def append(chunk: Chunk) -> None:
-            block = chunk.row * groups + chunk.group
-            for t in range(tokens):
-                slot = lax.rem(chunk.start + chunk.length + t, ring)
-                plgpu.copy_smem_to_gmem(
-                    smem.keys.at[pl.ds(ring + t, 1)],
-                    copies.source.keys.at[block, pl.ds(slot, 1)],
-                    commit_group=False,
-                )
-
-                @pl.when(chunk.group == 0)
-                def _(t=t, slot=slot):
-                    # A whole row of heads at once: partial sectors cost a read before the write.
-                    for target, source in zip(copies.source.scalars, smem.row_scalars, strict=True):
-                        plgpu.copy_smem_to_gmem(source.at[t], target.at[chunk.row, slot], commit_group=False)
-
-            plgpu.commit_smem_to_gmem_group()
 
         def announce(chunk: Chunk, number: jax.Array) -> None:
             """Tells what chunk `number` is, and begins to copy what its coefficients need."""
@@ -275,7 +285,9 @@ def stream_coded_window(
 
             @pl.when(chunk.tile == 0)
             def _():
-                append(chunk)
+                rings = copies.source.keys, copies.source.scalars
+                position = chunk.start + chunk.length
+                append_group(plgpu, geo, smem, rings, chunk.row, chunk.group, position)
 
             recurrence.coefficients(
                 Group(
@@ -434,16 +446,9 @@ def stream_coded_window(
 
         roles = [serve_copies, *([serve_groups] if apart else [])]
         roles += [lambda worker=worker: serve_tiles(worker) for worker in range(workers)]
-        if beside is not None:
-            rows = counts_in[1]
-            if not alone:
-                rows = jnp.where(flushes_beside(counts_in), rows, 0)
-            fold_rows = beside[1]
-            roles.append(lambda: fold_rows(refs, cta, ctas, smem.beside, rows))
         for index, role in enumerate(roles):
             pl.when(lax.axis_index("warpgroup") == index)(role)
 
-    warpgroups = 1 + apart + workers + (beside is not None)
     kernel = plgpu.kernel(
         body,
         out_type=(),

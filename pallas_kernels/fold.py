@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.appends import store_scalars, store_tokens
 from pallas_kernels.blocks import BLOCK, block_layout
-from pallas_kernels.launch import TILE, Unsupported, flushes_beside, mosaic_gpu
+from pallas_kernels.launch import TILE, Unsupported, mosaic_gpu
 from pallas_kernels.pipeline import (
     CTA_SHARED_BYTES,
     SMS,
@@ -166,14 +166,12 @@ def flush_tiles(
     workers: int,
     *,
     formats: Formats = FLOAT32,
-    beside: bool = False,
     interpret: Any = None,
 ) -> None:
     """Folds the rings of the flushing rows into operands.state, a reference, and makes their outputs.
 
     workers: warpgroups of a CTA, at most, each with its own tiles; a CTA a multiprocessor. All of them in one
     CTA make the compiler keep to the registers that let so many run.
-    beside: nothing is left to do when the window's kernel flushes as well (`launch.flushes_beside`).
     """
     plgpu = mosaic_gpu()
     geometry.check()
@@ -186,11 +184,8 @@ def flush_tiles(
     def body(*refs: Any, **buffers: Any) -> None:
         cta = lax.axis_index("cta")
         counts = refs[[argument is operands.counts for argument in arguments].index(True)]
-        rows = counts[1]
-        if beside:
-            rows = jnp.where(flushes_beside(counts), 0, rows)
         mine = lax.axis_index("worker") if workers > 1 else 0
-        serve(refs, mine * ctas + cta, workers * ctas, buffers, rows, mine)
+        serve(refs, mine * ctas + cta, workers * ctas, buffers, counts[1], mine)
 
     kernel = plgpu.kernel(
         body,

@@ -11,6 +11,7 @@ place.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from pallas_kernels.eager import eager_tiles
 from pallas_kernels.fold import TokenRule, flush_tiles, flush_work
 from pallas_kernels.pipeline import TILE, Geometry, Operands, Recurrence
 from pallas_kernels.rewrite import FLOAT32, Formats, by_tiles
-from pallas_kernels.window import Work, stream_window
+from pallas_kernels.window import stream_window
+from pallas_kernels.window_parts import Work
 
 Ring = tuple[jax.Array, ...]
 WORD = 32
@@ -173,8 +175,7 @@ class Kernels:
             launch.device_kind(), self.name, call.geometry.tokens, formats.read_bits / 8
         )
         if call.flushes_apart(parameters):
-            options = {"beside": parameters.beside > 0, "interpret": interpret}
-            call.flush(self.token_rule, plan, parameters.flush_workers, **options)
+            call.flush(self.token_rule, plan, parameters.flush_workers, interpret=interpret)
         call.window(self.window_rule, plan, parameters, self.token_rule, interpret=interpret)
         return call.outputs(), call.checkpoint(), call.copy(), call.ring()
 
@@ -259,7 +260,7 @@ class _Call:
 
     def flushes_apart(self, parameters: launch.LaunchParameters) -> bool:
         """Whether a step needs a flush in a kernel of its own."""
-        return not parameters.beside or (self.coded() and not self.alone())
+        return not (parameters.ahead if self.coded() else parameters.beside)
 
     def window(
         self,
@@ -277,17 +278,19 @@ class _Call:
             options |= {"formats": self.formats, "interpret": interpret}
             return Work(*flush_work(rule, self.geometry, operands, workers=workers, **options)[:2], workers)
 
+        def ahead(rule: TokenRule) -> Callable[[int], Work]:
+            return functools.partial(work, rule, stages=1, claims=interpret is None)
+
+        if self.coded():
+            read = self.formats.read or self.formats.recurrence
+            before = ahead(flush) if flush is not None and parameters.ahead else None
+            options = {"before": before, "interpret": interpret}
+            stream_coded_window(rule, self.geometry, operands, read, parameters, **options)
+            return
         beside = before = None
         if flush is not None and parameters.beside:
             beside = work(flush, 1, stages=parameters.beside)
-            if not (self.alone() or self.coded()):
-                before = functools.partial(work, flush, stages=1, claims=interpret is None)
-        if self.coded():
-            read = self.formats.read or self.formats.recurrence
-            options = {"alone": self.alone(), "interpret": interpret}
-            few = None if beside is None else beside[:2]
-            stream_coded_window(rule, self.geometry, operands, read, parameters, beside=few, **options)
-            return
+            before = None if self.alone() else ahead(flush)
         if operands.copy:
             operands = dataclasses.replace(operands, state=operands.copy[0])
         if self.alone() and not rule.apart:

@@ -27,7 +27,6 @@ from pallas_kernels.fold import claim, synchronise
 from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
 from pallas_kernels.packing import pack_readers, reader_parts
 from pallas_kernels.pipeline import (
-    CTA_SHARED_BYTES,
     SMS,
     Geometry,
     Group,
@@ -41,14 +40,7 @@ from pallas_kernels.pipeline import (
 )
 from pallas_kernels.readout import Readout, store_row
 from pallas_kernels.rows import WARPGROUP, copy_rows, init_barriers, wait_rows
-
-
-class Work(NamedTuple):
-    """A flush inside another kernel, from `fold.flush_work`: its buffers, its program and its warpgroups."""
-
-    scratch: dict
-    serve: Callable[..., None]
-    workers: int
+from pallas_kernels.window_parts import Ahead, Work, aligned_head, append_group
 
 
 class Chunk(NamedTuple):
@@ -62,12 +54,6 @@ class Chunk(NamedTuple):
     within: jax.Array
     count: jax.Array
     forgotten: jax.Array
-
-
-def split_barriers(scratch: dict) -> tuple[dict, dict]:
-    """Buffers and barriers of a kernel's scratch."""
-    barriers = {name: value for name, value in scratch.items() if name.endswith("_landed")}
-    return {name: value for name, value in scratch.items() if name not in barriers}, barriers
 
 
 def chunk_tiles(tiles: int, least: int, share: int) -> int:
@@ -162,24 +148,14 @@ def stream_window(
     warpgroups = 1 + apart + (beside is not None)
     if beside is not None:
         scratch["beside"] = beside.scratch
-    earlier = None
-    if before is not None:
-        works = map(before, range(launch.flush_workers, 0, -1))
-        fitting = (one for one in works if shared_bytes((scratch, one.scratch)) <= CTA_SHARED_BYTES)
-        earlier = next(fitting, None)
+    earlier = Ahead.fitting(before, launch.flush_workers, warpgroups, scratch, fused=fused)
     if earlier is not None:
-        warpgroups = max(warpgroups, earlier.workers)
-        kept, barriers = split_barriers(earlier.scratch)
-        scratch["earlier"] = barriers
-        scratch["folded"] = plgpu.Barrier(num_arrivals=warpgroups)
+        warpgroups = earlier.warpgroups
+        scratch |= earlier.scratch(plgpu)
 
     def stages_or_work(stages: int) -> Any:
         """The stages, in memory that the earlier work has used when they begin."""
-        if earlier is None:
-            return staged(stages)
-        if not fused:
-            return staged(stages), kept
-        return plgpu.RefUnion(staged(stages), kept)
+        return earlier.and_stages(plgpu, staged(stages)) if earlier else staged(stages)
 
     def waiting(stages: int, ctas: int) -> dict:
         """What the stages and the CTA's share of the plan need besides."""
@@ -273,9 +249,6 @@ def stream_window(
         def following(chunk: Chunk) -> Chunk:
             return chunk_of(smem.ticket[0] + ctas) if claims else chunk_at(chunk.ticket + chunk.count)
 
-        def aligned_head(group: jax.Array) -> jax.Array:
-            return lax.div(group * geo.group_heads, 4) * 4
-
         def skip(wanted: jax.Array, index: jax.Array, beyond: int) -> jax.Array:
             # A leading index out of range makes the copy engine write zeros without reading memory.
             return index if interpret is not None else jnp.where(wanted, index, beyond)
@@ -312,7 +285,7 @@ def stream_window(
         def issue_group(chunk: Chunk, number: jax.Array) -> None:
             row, group = chunk.row, lax.div(chunk.within, tiles)
             block = row * groups + group
-            heads = pl.ds(aligned_head(group), geo.head_slots)
+            heads = pl.ds(aligned_head(geo, group), geo.head_slots)
 
             def load(source: Any, target: Any) -> None:
                 plgpu.copy_gmem_to_smem(source, target, smem.group_barrier)
@@ -329,25 +302,6 @@ def stream_window(
             if has_constants:
                 load(constants_in[0].at[:, heads], smem.constants)
 
-        def append(chunk: Chunk) -> None:
-            group = lax.div(chunk.within, tiles)
-            block = chunk.row * groups + group
-            for t in range(tokens):
-                slot = lax.rem(chunk.start + chunk.length + t, ring)
-                plgpu.copy_smem_to_gmem(
-                    smem.keys.at[pl.ds(ring + t, 1)],
-                    keys_ring.at[block, pl.ds(slot, 1)],
-                    commit_group=False,
-                )
-
-                @pl.when(group == 0)
-                def _(t=t, slot=slot):
-                    # A whole row of heads at once: partial sectors cost a read before the write.
-                    for target, source in zip(scalar_rings, smem.row_scalars, strict=True):
-                        plgpu.copy_smem_to_gmem(source.at[t], target.at[chunk.row, slot], commit_group=False)
-
-            plgpu.commit_smem_to_gmem_group()
-
         def prepare(chunk: Chunk, number: jax.Array) -> None:
             """What the tiles of a chunk need; claims the next chunk."""
             ticket = claim_next(chunk)
@@ -357,7 +311,8 @@ def stream_window(
 
             @pl.when(lax.rem(chunk.within, tiles) == 0)
             def _():
-                append(chunk)
+                position = chunk.start + chunk.length
+                append_group(plgpu, geo, smem, (keys_ring, scalar_rings), chunk.row, group, position)
 
             recurrence.coefficients(
                 Group(
@@ -367,7 +322,7 @@ def stream_window(
                     exact=exact,
                     start=chunk.start,
                     length=chunk.length,
-                    offset=group * geo.group_heads - aligned_head(group),
+                    offset=group * geo.group_heads - aligned_head(geo, group),
                     keys=smem.keys,
                     reader=smem.reader.at[reader_half],
                     scalars=smem.scalars,
@@ -411,7 +366,7 @@ def stream_window(
                     smem.packed.at[half] if parts else None,
                 ),
                 lax.div(tile * TILE, geo.head_dim),
-                jnp.int32(0) if compact else group * geo.group_heads - aligned_head(group),
+                jnp.int32(0) if compact else group * geo.group_heads - aligned_head(geo, group),
                 tile * TILE,
             )
 
@@ -524,24 +479,16 @@ def stream_window(
 
         few = flushes_beside(counts_in)
 
-        def fold_earlier(work: Work) -> None:
-            mine = lax.axis_index("warpgroup")
-
-            @pl.when(mine < work.workers)
-            def _():
-                worker, of_all = mine * ctas + cta, work.workers * ctas
-                work.serve(refs, worker, of_all, work_buffers | smem.earlier, counts_in[1], mine)
-
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(smem.folded)
-            plgpu.barrier_wait(smem.folded)
-
         def fold_beside(work: Work) -> None:
             rows = counts_in[1] if earlier is None else jnp.where(few, counts_in[1], 0)
             work.serve(refs, cta, ctas, smem.beside, rows)
 
         if earlier is not None:
-            pl.when(~few)(functools.partial(fold_earlier, earlier))
+
+            @pl.when(~few)
+            def _():
+                earlier.run(plgpu, refs, smem, work_buffers, cta, ctas, counts_in[1])
+
         roles = [serve_tiles, *([serve_groups] if apart else [])]
         if beside is not None:
             roles.append(functools.partial(fold_beside, beside))
