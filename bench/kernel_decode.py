@@ -21,10 +21,11 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import peers, result_file
+from bench import peers, result_file, timing
 from bench.kernel_cases import BATCHES, MAIN, Case, cases
 
 # A kernel that never ends must not keep the device: the signal ends its process, and with it the lock.
@@ -44,41 +45,69 @@ def prepare(case: Case, options: argparse.Namespace) -> Any:
 
 
 def worker(tasks: Any, results: Any, options: argparse.Namespace, deadline: float) -> None:
-    """Takes cases until none is left: prepares each at will, measures it while holding the device lock."""
-    from bench import timing
-
+    """Takes cases until none is left: prepares each at will, measures it while holding the device lock; all
+    of them later where timing has to wait for a file."""
+    prepared = []
     while True:
         try:
             case = tasks.get_nowait()
         except queue.Empty:
-            return
-        try:
-            if time.monotonic() > deadline:
-                results.put((case, "time limit", None))
-                continue
-            clock = [time.monotonic()]
-            layer = prepare(case, options)
+            break
+        begun = time.monotonic()
+        layer = attempt(case, results, options, deadline, lambda case=case: prepare(case, options))
+        if layer is None:
+            continue
+        prepared.append((case, layer, time.monotonic() - begun))
+        del layer
+        if options.start_file is None:
+            finish(*prepared.pop(), results, options, deadline)
+    while prepared and not options.start_file.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    while prepared:
+        finish(*prepared.pop(0), results, options, deadline)
+
+
+def attempt(
+    case: Case, results: Any, options: argparse.Namespace, deadline: float, run: Callable[[], Any]
+) -> Any:
+    """run(), or None and the reason in `results`: one failing case must not lose the others' results."""
+    try:
+        if time.monotonic() > deadline:
+            raise TimeoutError("time limit")
+        return run()
+    except TimeoutError as error:
+        results.put((case, str(error), None))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        results.put((case, reason, None))
+        if options.verbose:
+            traceback.print_exc()
+    return None
+
+
+def finish(
+    case: Case, layer: Any, spent: float, results: Any, options: argparse.Namespace, deadline: float
+) -> None:
+    """Measures and checks a prepared case; `spent`: seconds of its preparation."""
+
+    def measure() -> list[dict]:
+        clock = [time.monotonic()]
+        with timing.exclusive(options.lock):
             clock.append(time.monotonic())
-            with timing.exclusive(options.lock):
-                clock.append(time.monotonic())
-                if clock[-1] > deadline:
-                    results.put((case, f"time limit after {clock[1] - clock[0]:.0f} s", None))
-                    continue
-                signal.alarm(MEASURE_SECONDS)
-                try:
-                    records = layer.measure()
-                finally:
-                    signal.alarm(0)
-            clock.append(time.monotonic())
-            layer.check()
-            spent = [f"{b - a:.1f} s" for a, b in itertools.pairwise(clock)]
-            results.put((case, "prepared {}, waited {}, measured {}".format(*spent), records))
-            del layer
-        except Exception as error:  # One failing case must not lose the others' results.
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            results.put((case, reason, None))
-            if options.verbose:
-                traceback.print_exc()
+            if clock[-1] > deadline:
+                raise TimeoutError(f"time limit after {spent:.0f} s")
+            signal.alarm(MEASURE_SECONDS)
+            try:
+                records = layer.measure()
+            finally:
+                signal.alarm(0)
+        clock.append(time.monotonic())
+        layer.check()
+        waited, measured = (f"{b - a:.1f} s" for a, b in itertools.pairwise(clock))
+        results.put((case, f"prepared {spent:.1f} s, waited {waited}, measured {measured}", records))
+        return records
+
+    attempt(case, results, options, deadline, measure)
 
 
 def table(records: list[dict]) -> str:
@@ -143,6 +172,9 @@ def parser(documentation: str, out: Path) -> argparse.ArgumentParser:
     )
     lock = Path(tempfile.gettempdir()) / "kernel_decode.lock"
     made.add_argument("--lock", type=Path, default=lock, help="file that is locked while the device is timed")
+    made.add_argument(
+        "--start-file", type=Path, help="prepare all cases first; time them once this file exists"
+    )
     made.add_argument("--out", type=Path, default=out)
     made.add_argument("--verbose", action="store_true", help="print the traceback of a failing case")
     return made

@@ -2,14 +2,13 @@
 
 Every combination is timed at every shape, window and state; prints the fastest by the time of a step at the
 true flush rate, random phases. Records are those of `bench.kernel_decode` with `launch`. `--table` times
-nothing: it writes `pallas_kernels/launch_table.py` from the result file. An entry of the table serves one
-recurrence, one width of a state element and windows up to the timed one (the widest: all). Of all
-combinations it has the one whose largest ratio to a shape's fastest is least; entries that were not timed
-stay. States fp8_e4m3 and nvfp4 are copies of an fp32 checkpoint; their parameters stand in
+nothing: it writes `pallas_kernels/launch_table.py` from the result files (`kernel_sweep*.json`). An entry of
+the table serves one recurrence, one width of a state element and windows up to the timed one (the widest:
+all). Of all combinations it has the one whose largest ratio to a shape's fastest is least; entries that were
+not timed stay. States fp8_e4m3 and nvfp4 are copies of an fp32 checkpoint; their parameters stand in
 `pallas_kernels/launch.py`.
 
-    python -m bench.kernel_sweep --commit HASH [--shapes super,q122] [--windows 1,4] [--states fp32,bf16]
-        [--workers 8] [--out PATH]
+    python -m bench.kernel_sweep --commit HASH [--only super:1:fp32,q122:4:nvfp4] [--workers 8] [--out PATH]
     python -m bench.kernel_sweep --table
 """
 
@@ -36,7 +35,7 @@ GRIDS = ((132, 4), (264, 2))
 CODED = ("fp8_e4m3", "nvfp4")
 HEAD = '''"""Launch parameters by device kind, recurrence and (bytes of a state element, largest window).
 
-What is left out is at its default. Written by `python -m bench.kernel_sweep --table` from its result file.
+What is left out is at its default. Written by `python -m bench.kernel_sweep --table` from its result files.
 """
 
 TABLE = '''
@@ -55,15 +54,14 @@ def combinations() -> list[LaunchParameters]:
 
 
 def coded_combinations() -> list[LaunchParameters]:
-    """The same for copies in codes: coefficients apart from the copies where a multiprocessor has one CTA."""
-    tried = []
-    for claims in (False, True):
-        tried += [
-            LaunchParameters(132, stages, claims=claims, step=step, workers=2, apart=True)
-            for stages, step in ((6, 4), (4, 4), (2, 8))
-        ]
-        tried += [LaunchParameters(264, stages, claims=claims, step=4) for stages in (2, 3)]
-    return tried
+    """The same for copies in codes: coefficients apart from the copies where a multiprocessor has one CTA,
+    and the flush ahead of the window, with registers of warpgroups that do not fold or without."""
+    whole = LaunchParameters(132, 6, step=4, workers=2, apart=True, claims=True)
+    tried = [whole, *(dataclasses.replace(whole, ahead=registers) for registers in (128, 152))]
+    tried += [dataclasses.replace(whole, stages=stages, step=step) for stages, step in ((4, 4), (2, 8))]
+    tried.append(dataclasses.replace(whole, claims=False))
+    halves = itertools.product((2, 3), (False, True))
+    return tried + [LaunchParameters(264, stages, claims=claims, step=4) for stages, claims in halves]
 
 
 def wanted(records: Iterable[dict]) -> dict[tuple, dict[LaunchParameters, float]]:
@@ -111,6 +109,13 @@ def choose(records: Iterable[dict]) -> dict[str, dict[tuple[int, int], LaunchPar
     return chosen
 
 
+def of_results() -> tuple[str, dict[str, dict[tuple[int, int], LaunchParameters]]]:
+    """The device kind of the result files, and the choice from all of them."""
+    results = [json.loads(path.read_text()) for path in sorted(OUT.parent.glob(f"{OUT.stem}*.json"))]
+    (kind,) = {result["device"].removeprefix("gpu ").split(",")[0] for result in results}
+    return kind, choose([record for result in results for record in result["records"]])
+
+
 def table(kind: str, chosen: dict[str, dict[tuple[int, int], LaunchParameters]], known: dict) -> str:
     """Source text of the package's table: `known`, a table, with the chosen entries of one device kind."""
     made = {name: {r: dict(entries) for r, entries in kinds.items()} for name, kinds in known.items()}
@@ -133,9 +138,7 @@ def table(kind: str, chosen: dict[str, dict[tuple[int, int], LaunchParameters]],
 def main() -> None:
     """Command line; prints the fastest combinations last."""
     if sys.argv[1:] == ["--table"]:
-        result = json.loads(OUT.read_text())
-        kind = result["device"].removeprefix("gpu ").split(",")[0]
-        TABLE.write_text(table(kind, choose(result["records"]), launch_table.TABLE))
+        TABLE.write_text(table(*of_results(), launch_table.TABLE))
         return
     options = parser().parse_args()
     listed = [
@@ -148,9 +151,7 @@ def main() -> None:
             recurrence="fp32" if state in CODED else "",
             launch=tuple(dataclasses.asdict(parameters).items()),
         )
-        for shape in options.shapes.split(",")
-        for tokens in options.windows.split(",")
-        for state in options.states.split(",")
+        for shape, tokens, state in (one.split(":") for one in options.only.split(","))
         for parameters in (coded_combinations() if state in CODED else combinations())
     ]
     result = result_file.head("bench.kernel_sweep", options.commit) | {"left_out": {}, "records": []}
@@ -161,9 +162,13 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     """Options of the sweep."""
     made = kernel_decode.parser(__doc__ or "", OUT)
-    made.set_defaults(shapes=",".join(MAIN), repeats=6)
-    made.add_argument("--windows", default="1,4")
-    made.add_argument("--states", default="fp32,bf16")
+    made.set_defaults(repeats=6)
+    every = itertools.product(MAIN, (1, 4), ("fp32", "bf16", *CODED))
+    made.add_argument(
+        "--only",
+        default=",".join(f"{shape}:{tokens}:{state}" for shape, tokens, state in every),
+        help="shape:tokens:state, which are swept",
+    )
     return made
 
 

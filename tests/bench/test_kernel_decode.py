@@ -31,13 +31,12 @@ def work(monkeypatch, tmp_path):
     checked = []
     monkeypatch.setattr(kernel_decode, "prepare", lambda case, options: Layer(case, checked))
 
-    def go(deadline):
+    def go(deadline, start_file=None):
         tasks, results = queue.Queue(), queue.Queue()
         for case in CASES:
             tasks.put(case)
-        kernel_decode.worker(
-            tasks, results, argparse.Namespace(lock=tmp_path / "lock", verbose=False), deadline
-        )
+        options = argparse.Namespace(lock=tmp_path / "lock", verbose=False, start_file=start_file)
+        kernel_decode.worker(tasks, results, options, deadline)
         return [results.get_nowait() for _ in CASES], checked
 
     return go
@@ -54,6 +53,23 @@ def test_cases_after_the_time_limit_are_named(work):
     results, checked = work(0.0)
     assert [(case, note) for case, note, _ in results] == [(case, "time limit") for case in CASES]
     assert not checked
+
+
+def test_nothing_is_timed_before_the_start_file_exists(work, tmp_path, monkeypatch):
+    start, prepared = tmp_path / "start", []
+    prepare = kernel_decode.prepare
+
+    def prepare_and_start_last(case, options):
+        layer = prepare(case, options)
+        assert not layer.checked
+        prepared.append(case)
+        if len(prepared) == len(CASES):
+            start.touch()
+        return layer
+
+    monkeypatch.setattr(kernel_decode, "prepare", prepare_and_start_last)
+    results, checked = work(float("inf"), start)
+    assert {case for case, _, _ in results} == set(CASES) and checked == [1, 3]
 
 
 def test_table_has_a_line_a_record_with_the_ratio_to_the_floor():
