@@ -240,7 +240,3 @@ class CodeLanes(Lanes):
     def across(self, x: Any, distance: int) -> Any:
         """x of the lane whose number differs in one bit."""
         return type(x)(self._utils.shfl_bfly(x.raw, distance))
-
-    def half_product(self, total: list, left: list, right: list) -> list:
-        """`product` on float16."""
-        return self.product(total, left, right, "f16")

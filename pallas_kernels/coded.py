@@ -170,7 +170,7 @@ def checkpoint_readouts(
             for block in range(codes.blocks):
                 at = block // spread if codes.scaled else 0
                 for total, left in zip(sums, lefts, strict=True):
-                    total[at] = ops.half_product(total[at], left[block], right[block])
+                    total[at] = ops.product(total[at], left[block], right[block], "f16")
             first = number * (8 // width)
             for i, rows in enumerate(pieces):
                 for half, r in enumerate(rows):

@@ -27,6 +27,7 @@ from pallas_kernels.pipeline import (
     fit,
     listed_rows,
     pin_plain,
+    run_kernel,
     shared_bytes,
 )
 from pallas_kernels.window_parts import Ahead, Work, aligned_head, append_group
@@ -90,7 +91,6 @@ def stream_coded_window(
     workers = launch.workers
     value_dtype = operands.new_values.dtype
     stored: tuple = operands.copy or (operands.state, operands.scale)
-    extra = [x for x in (operands.scale, *operands.copy, operands.words) if x is not None]
 
     def staged(stages: int) -> dict:
         return {
@@ -168,41 +168,18 @@ def stream_coded_window(
     listed = listed_rows(geo.batch, ctas)
     scratch |= {"stages": stages_or_work(stages)} | waiting(stages, ctas)
 
-    arguments = [
-        operands.out,
-        operands.state,
-        operands.values,
-        operands.keys,
-        *operands.scalars,
-        operands.new_values,
-        operands.new_keys,
-        *operands.new_scalars,
-        operands.reader,
-        operands.cursor,
-        operands.counts,
-        *([operands.constants] if has_constants else []),
-        *extra,
-    ]
-
-    def body(*refs: Any, **buffers: Any) -> None:
+    def body(source: Any, buffers: dict) -> None:
         if earlier is None:
             buffers |= buffers.pop("stages")
         else:
             staged_buffers, work_buffers = buffers.pop("stages")
             buffers |= staged_buffers
         smem = types.SimpleNamespace(**buffers)
-        by_operand = dict(zip(map(id, arguments), refs, strict=True))
-
-        def ref_of(operand: Any) -> Any:
-            return None if operand is None else by_operand[id(operand)]
-
-        names = ("codes", "row_scales", "scales")
-        source: dict = dict(zip(names, map(ref_of, (*stored, None)), strict=False))
-        tokens_of = ("values", "keys", "scalars", "new_values", "new_keys", "new_scalars")
-        for name in (*tokens_of, "reader", "constants"):
-            source[name] = jax.tree.map(ref_of, getattr(operands, name))
-        copies = Copies(plgpu, geo, recurrence, size, smem, types.SimpleNamespace(**source), fused)
-        cursor_in, counts_in = ref_of(operands.cursor), ref_of(operands.counts)
+        state = source.copy or (source.state, source.scale)
+        parts_of_state = dict(zip(("codes", "row_scales", "scales"), (*state, None), strict=False))
+        sources = types.SimpleNamespace(**vars(source) | parts_of_state)
+        copies = Copies(plgpu, geo, recurrence, size, smem, sources, fused)
+        cursor_in, counts_in = source.cursor, source.counts
         if fused:
             others = {"cursor", "chunks", "cursor_barrier", "known", "used", "ready", "free"}
             others |= {"emptied", "earlier", "folded"}
@@ -214,7 +191,7 @@ def stream_coded_window(
 
             @pl.when(counts_in[1] > 0)
             def _():
-                earlier.run(plgpu, refs, smem, work_buffers, cta, ctas, counts_in[1])
+                earlier.run(plgpu, source, smem, work_buffers, cta, ctas, counts_in[1])
 
         total = counts_in[0] * row_steps
         begin, end = lax.div(cta * total, ctas), lax.div((cta + 1) * total, ctas)
@@ -285,9 +262,8 @@ def stream_coded_window(
 
             @pl.when(chunk.tile == 0)
             def _():
-                rings = copies.source.keys, copies.source.scalars
                 position = chunk.start + chunk.length
-                append_group(plgpu, geo, smem, rings, chunk.row, chunk.group, position)
+                append_group(plgpu, geo, smem, source, chunk.row, chunk.group, position)
 
             recurrence.coefficients(
                 Group(
@@ -310,9 +286,9 @@ def stream_coded_window(
             )
             if not shared:
                 plgpu.commit_smem()
-            source = smem.reader if shared else smem.readers
+            readers_of = smem.reader if shared else smem.readers
             pack = _pack if fused else _plain_pack
-            pack(plgpu, program, source, smem.packed.at[half], smem.factors.at[half])
+            pack(plgpu, program, readers_of, smem.packed.at[half], smem.factors.at[half])
             plgpu.commit_smem()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -415,8 +391,8 @@ def stream_coded_window(
                         "packed": smem.packed.at[half],
                         "factors": smem.factors.at[half],
                         "sums": smem.sums.at[pl.ds(mine * 4 * team, 4 * team)],
-                        "out": ref_of(operands.out),
-                        "ring": copies.source.values,
+                        "out": source.out,
+                        "ring": source.values,
                     }
                     head = jnp.int32(0) if compact else first_head(chunk)
                     cursors = (
@@ -449,20 +425,8 @@ def stream_coded_window(
         for index, role in enumerate(roles):
             pl.when(lax.axis_index("warpgroup") == index)(role)
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(),
-        scratch_types=scratch,
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        # Shared memory is ordered by the barriers, by commit_smem and by barriers of the warps.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
-        kernel_name="replay_coded_window",
-        **({} if interpret is None else {"interpret": interpret}),
-    )
-    kernel(*arguments)
+    options = {"scratch": scratch, "warpgroups": warpgroups, "interpret": interpret}
+    run_kernel(body, operands.arguments(), ctas, "replay_coded_window", **options)
 
 
 def _read(plgpu: Any, program: coded.Step, buffers: dict, cursors: tuple, worker: int) -> None:

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels.fold import Tile, TokenRule, of_rows
 from pallas_kernels.launch import TILE, mosaic_gpu
-from pallas_kernels.pipeline import Geometry, Operands, tiled_layout
+from pallas_kernels.pipeline import Geometry, Operands, run_kernel, tiled_layout
 
 LANE_BYTES = 16
 
@@ -48,14 +48,10 @@ def eager_tiles(
     planned = operands.cursor is not None
     ctas = min(ctas, geo.batch * row_tiles)
 
-    def body(*refs: Any) -> None:
-        out, state, values_in, keys_in, *rest = refs
-        scalars_in, rest = rest[: rule.scalars], rest[rule.scalars :]
-        reader_in, *constants_in = rest
-        rows = geo.batch
-        if planned:
-            cursor_in, counts_in, *constants_in = constants_in
-            rows = counts_in[1]
+    def body(source: Any, buffers: dict) -> None:
+        del buffers
+        state, cursor_in = source.state, source.cursor
+        rows = source.counts[1] if planned else geo.batch
         cta = lax.axis_index("cta")
         steps = lax.div(jnp.maximum(rows * row_tiles - cta + ctas - 1, 0), ctas)
 
@@ -81,17 +77,20 @@ def eager_tiles(
                 return (slot * (geo.batch * groups) + block) * tiles + part
 
             constants = tuple(
-                rows_of(lambda k, c=c: constants_in[0][c, first_head + k]) for c in range(rule.head_constants)
+                rows_of(lambda k, c=c: source.constants[c, first_head + k])
+                for c in range(rule.head_constants)
             )
             tile = Tile(plgpu, layout, fused, constants)
             matrix = plgpu.load(state.at[place_of(-1)], layout=layout, optimized=False).astype(jnp.float32)
             for t in range(tokens):
                 value = plgpu.load(
-                    values_in.at[block, t, part], layout=layout.reduce(1), optimized=False
+                    source.new_values.at[block, t, part], layout=layout.reduce(1), optimized=False
                 ).astype(jnp.float32)
-                scalars = tuple(rows_of(lambda k, s=s, t=t: s[row, t, first_head + k]) for s in scalars_in)
-                key = plgpu.load(keys_in.at[block, t], layout=layout.reduce(0), optimized=False)
-                query = plgpu.load(reader_in.at[block, t], layout=layout.reduce(0), optimized=False)
+                scalars = tuple(
+                    rows_of(lambda k, s=s, t=t: s[row, t, first_head + k]) for s in source.new_scalars
+                )
+                key = plgpu.load(source.new_keys.at[block, t], layout=layout.reduce(0), optimized=False)
+                query = plgpu.load(source.reader.at[block, t], layout=layout.reduce(0), optimized=False)
                 key, query = key.astype(jnp.float32), query.astype(jnp.float32)
                 readouts = tile.times(matrix, query), jnp.sum(key * query)
                 if rule.reads_key:
@@ -99,30 +98,10 @@ def eager_tiles(
                 moved = rule.token(tile, matrix, value, key, scalars, *readouts[2:])
                 state[place_of(t)] = moved.astype(state.dtype)
                 result = rule.read(tile, readouts, value, scalars)
-                out[row, t, group, part] = result.astype(out.dtype)
+                source.out[row, t, group, part] = result.astype(source.out.dtype)
                 matrix = moved
             return carry
 
         lax.fori_loop(0, steps, one_tile, None)
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(),
-        grid=(ctas,),
-        grid_names=("cta",),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
-        kernel_name="eager_step",
-        **({} if interpret is None else {"interpret": interpret}),
-    )
-    plan = [operands.cursor, operands.counts] if planned else []
-    constants = [] if operands.constants is None else [operands.constants]
-    kernel(
-        operands.out,
-        operands.state,
-        operands.new_values,
-        operands.new_keys,
-        *operands.new_scalars,
-        operands.reader,
-        *plan,
-        *constants,
-    )
+    run_kernel(body, operands.arguments(), ctas, "eager_step", interpret=interpret)

@@ -54,13 +54,8 @@ def _write_row(ops: Any, blocks: list, half: int, code_ref: Any, scale_ref: Any,
     sure = ops.select(odd, quad * 0 + (1 << _FRACTION), quad * 0)
     scale, inverse = _row_scale(ops, largest)
 
-    codes, inverses = [], []
-    for first in range(0, count, 4):
-        top = tops[first]
-        for i in range(1, 4):
-            top = ops.select(ops.equal(quad, i), tops[first + i], top)
-        code = _block_code(ops, ops.number(top) * inverse)
-        codes.append(code)
+    codes, inverses = _block_codes(ops, tops, inverse), []
+    for code in codes:
         empty = ops.equal(code, 0)
         own = ops.reciprocal(ops.select(empty, zero + 1.0, _decoded(ops, code))) * inverse
         inverses.append(ops.select(empty, zero, own))
@@ -89,10 +84,7 @@ def _write_row(ops: Any, blocks: list, half: int, code_ref: Any, scale_ref: Any,
         ops.put(scale_ref, place, [scale], ops.equal(quad, 0))
         for i, code in enumerate(codes):
             ops.put_byte(block_ref, place * count + quad + 4 * i, code)
-        size = min(len(words), 4)
-        for first in range(0, len(words), size):
-            at = place * (count * 8) + quad * (count * 2) + 4 * first
-            ops.put_words(code_ref, at, words[first : first + size])
+        _put_codes(ops, code_ref, place, words)
 
     ops.when(slow, lambda: _write_row_exactly(ops, blocks, half, code_ref, scale_ref, block_ref), store)
 
@@ -120,15 +112,8 @@ def _write_row_exactly(
     scale, inverse = _row_scale(ops, functools.reduce(ops.larger, tops))
     ops.put(scale_ref, place, [scale], ops.equal(quad, 0))
 
-    # A lane finds the scales of every fourth block.
-    codes, scales = [], []
-    for first in range(0, count, 4):
-        top = tops[first]
-        for i in range(1, 4):
-            top = ops.select(ops.equal(quad, i), tops[first + i], top)
-        code = _block_code(ops, ops.number(top) * inverse)
-        codes.append(code)
-        scales.append(_decoded(ops, code))
+    codes = _block_codes(ops, tops, inverse)
+    scales = [_decoded(ops, code) for code in codes]
     for i, code in enumerate(codes):
         flag = ops.shifted(broken, quad + 4 * i) & 1
         code = ops.select(ops.equal(flag, 0), code, code * 0 + E4M3.nan)
@@ -148,10 +133,15 @@ def _write_row_exactly(
             code = _code(ops, size * inverse, middles, MAGNITUDE_BITS[at] + 16 * (e % 2))
             sign = ops.bits(ops.bit(ops.word(x), 31), SIGN_BITS[at] + 16 * (e % 2), 0xFFFFFFFF)
             words[-1] = ops.join(ops.join(words[-1], code), sign)
+    _put_codes(ops, code_ref, place, words)
+
+
+def _put_codes(ops: Any, ref: Any, row: Any, words: list) -> None:
+    """Stores a lane's codes of a row, a word for two blocks of it."""
+    start = row * (len(words) * BLOCK) + (ops.lane & 3) * (len(words) * 4)
     size = min(len(words), 4)
     for first in range(0, len(words), size):
-        at = place * (count * 8) + quad * (count * 2) + 4 * first
-        ops.put_words(code_ref, at, words[first : first + size])
+        ops.put_words(ref, start + 4 * first, words[first : first + size])
 
 
 def _finite(ops: Any, word: Any, bound: int = _BOUND) -> Any:
@@ -169,6 +159,19 @@ def _row_scale(ops: Any, largest: Any, limit: int = _LIMIT, least: int = _LEAST_
     exponent = ops.larger(exponent, exponent * 0 + least)
     scale = ops.select(largest < _SMALLEST_NORMAL, ops.power(exponent) * 0.0, ops.power(exponent))
     return scale, ops.power(exponent * -1)
+
+
+def _block_codes(ops: Any, tops: list, inverse: Any) -> list:
+    """Codes of the scales that the lane finds, of every fourth block from its place in the quad on; tops:
+    bits of the largest magnitudes of all blocks."""
+    quad = ops.lane & 3
+    codes = []
+    for first in range(0, len(tops), 4):
+        top = tops[first]
+        for i in range(1, 4):
+            top = ops.select(ops.equal(quad, i), tops[first + i], top)
+        codes.append(_block_code(ops, ops.number(top) * inverse))
+    return codes
 
 
 def _block_code(ops: Any, largest: Any) -> Any:

@@ -23,6 +23,7 @@ from pallas_kernels.pipeline import (
     pin_plain,
     row_products,
     row_sums,
+    run_kernel,
     shared_bytes,
     tiled_layout,
 )
@@ -173,32 +174,20 @@ def flush_tiles(
     workers: warpgroups of a CTA, at most, each with its own tiles; a CTA a multiprocessor. All of them in one
     CTA make the compiler keep to the registers that let so many run.
     """
-    plgpu = mosaic_gpu()
     geometry.check()
     options = {"formats": formats, "claims": interpret is None, "interpret": interpret}
     one = shared_bytes(flush_work(rule, geometry, operands, **options)[0])
     workers = max(1, min(workers, CTA_SHARED_BYTES // one))
-    scratch, serve, arguments = flush_work(rule, geometry, operands, workers=workers, **options)
+    scratch, serve = flush_work(rule, geometry, operands, workers=workers, **options)
     ctas = min(SMS, geometry.batch * geometry.groups * geometry.tiles)
 
-    def body(*refs: Any, **buffers: Any) -> None:
-        cta = lax.axis_index("cta")
-        counts = refs[[argument is operands.counts for argument in arguments].index(True)]
-        mine = lax.axis_index("worker") if workers > 1 else 0
-        serve(refs, mine * ctas + cta, workers * ctas, buffers, counts[1], mine)
+    def body(source: Any, buffers: dict) -> None:
+        mine = lax.axis_index("warpgroup") if workers > 1 else 0
+        worker = mine * ctas + lax.axis_index("cta")
+        serve(source, worker, workers * ctas, buffers, source.counts[1], mine)
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(),
-        scratch_types=scratch,
-        grid=(ctas,),
-        grid_names=("cta",),
-        **({"num_threads": workers, "thread_name": "worker"} if workers > 1 else {}),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
-        kernel_name="replay_flush",
-        **({} if interpret is None else {"interpret": interpret}),
-    )
-    kernel(*arguments)
+    options = {"scratch": scratch, "warpgroups": workers, "interpret": interpret}
+    run_kernel(body, operands.arguments(), ctas, "replay_flush", **options)
 
 
 def flush_work(
@@ -211,10 +200,10 @@ def flush_work(
     stages: int = 2,
     claims: bool = False,
     interpret: Any = None,
-) -> tuple[dict, Callable[..., None], list]:
-    """Shared-memory buffers, program and arguments of the flush, for a kernel of its own or beside others.
+) -> tuple[dict, Callable[..., None]]:
+    """Shared-memory buffers and program of the flush, for a kernel of its own or beside others.
 
-    serve(references to the arguments, worker, of_all, buffers, rows, mine) takes tiles of the plan's last
+    serve(references by name, worker, of_all, buffers, rows, mine) takes tiles of the plan's last
     `rows` rows; a worker is a warpgroup, `mine` its place among the `workers` of the CTA. formats: of
     checkpoint and copy. claims: workers claim tiles, since some multiprocessors get more memory bandwidth
     than others, else each has every `of_all`-th. stages: tiles of a worker whose tokens are in shared memory
@@ -240,7 +229,6 @@ def flush_work(
         raise Unsupported(
             "checkpoints below fp32 and copies need bfloat16 inputs and head_dim a multiple of 16"
         )
-    extra = [x for x in (operands.scale, *operands.copy, operands.words) if x is not None]
     width = 8
 
     def staged(*shape: int, dtype: Any, transforms: tuple = ()) -> Any:
@@ -270,17 +258,11 @@ def flush_work(
     copies = 5 + 2 * rule.scalars
     scratch["tokens_landed"] = plgpu.Barrier(num_arrivals=copies, num_barriers=workers * stages)
 
-    def serve(refs: tuple, worker: Any, of_all: int, buffers: dict, rows: Any, mine: Any = 0) -> None:
-        refs, others = refs[: len(refs) - len(extra)], list(refs[len(refs) - len(extra) :])
-        scale_ref = None if operands.scale is None else others.pop(0)
-        words_in = None if operands.words is None else others.pop()
-        out, state, values_ring, keys_ring, *rest = refs
-        scalar_rings, rest = rest[: rule.scalars], rest[rule.scalars :]
-        values_in, keys_in, *rest = rest
-        scalars_in, rest = rest[: rule.scalars], rest[rule.scalars :]
-        reader_in, cursor_in, counts_in, *rest = rest
-        has_constants = operands.constants is not None
-        constants_in, forgotten_in = rest[:has_constants], rest[has_constants:]
+    def serve(source: Any, worker: Any, of_all: int, buffers: dict, rows: Any, mine: Any = 0) -> None:
+        out, state, scale_ref, words_in = source.out, source.state, source.scale, source.words
+        values_ring, keys_ring, scalar_rings = source.values, source.keys, source.scalars
+        values_in, keys_in, scalars_in = source.new_values, source.new_keys, source.new_scalars
+        reader_in, cursor_in, counts_in = source.reader, source.cursor, source.counts
         smem = types.SimpleNamespace(**buffers)
         if fused:
             pin_plain(plgpu, jax.tree.leaves([buffers[name] for name in plain]))
@@ -314,7 +296,7 @@ def flush_work(
             place = block * tiles + part
             if operands.forgotten is not None and interpret is None:
                 # Copies from beyond the end write zeros and read nothing.
-                gone = lax.bitwise_and(lax.shift_right_logical(forgotten_in[0][block], part), 1) == 1
+                gone = lax.bitwise_and(lax.shift_right_logical(source.forgotten[block], part), 1) == 1
                 place = jnp.where(gone, geo.batch * row_tiles, place)
             plgpu.copy_gmem_to_smem(state.at[place], tile, tile_landed)
 
@@ -331,9 +313,9 @@ def flush_work(
             heads = pl.ds(aligned, width)
             pairs = ((scalar_rings, smem.scalars, ring), (scalars_in, smem.new_scalars, tokens))
             for sources, targets, count in pairs:
-                for source, target in zip(sources, targets, strict=True):
+                for one, target in zip(sources, targets, strict=True):
                     into = target.at[stage, pl.ds(0, count)]
-                    plgpu.copy_gmem_to_smem(source.at[row, :, heads], into, landed)
+                    plgpu.copy_gmem_to_smem(one.at[row, :, heads], into, landed)
 
         def one_tile(carry: tuple) -> tuple:
             step, index, after = carry
@@ -343,7 +325,8 @@ def flush_work(
             head = first_head - group * geo.group_heads
             rows_of = functools.partial(of_rows, plgpu, layout, geo, part, head)
             constants = tuple(
-                rows_of(lambda k, c=c: constants_in[0][c, first_head + k]) for c in range(rule.head_constants)
+                rows_of(lambda k, c=c: source.constants[c, first_head + k])
+                for c in range(rule.head_constants)
             )
             ring_buffers = (
                 smem.values.at[stage],
@@ -414,7 +397,7 @@ def flush_work(
                     random = writer.random(words_in[row, 0], first)
                 stored, matrix = writer.rewritten(formats, matrix, random)
                 kept = (state,) if scale_ref is None else (state, scale_ref)
-                write = functools.partial(writer.write, stored, (kept, tuple(others)), place)
+                write = functools.partial(writer.write, stored, (kept, source.copy), place)
                 pl.when(length > 0)(write)
 
             if blocks and not joint:
@@ -443,8 +426,8 @@ def flush_work(
                     values_ring[block, lax.rem(slot + t, ring), part] = new_values[t]
                     for k in range(geo.tile_heads):
                         one = first_head + (jnp.minimum(head + k, geo.group_heads - 1) - head)
-                        for source, target in zip(new_scalars, scalar_rings, strict=True):
-                            target[row, lax.rem(slot + t, ring), one] = source[t, one - aligned]
+                        for new, target in zip(new_scalars, scalar_rings, strict=True):
+                            target[row, lax.rem(slot + t, ring), one] = new[t, one - aligned]
 
             @pl.when(part == 0)
             def _():
@@ -477,23 +460,7 @@ def flush_work(
         start = jnp.int32(0), worker, worker + of_all
         lax.while_loop(lambda carry: carry[1] < total, one_tile, start)
 
-    arguments = [
-        operands.out,
-        operands.state,
-        operands.values,
-        operands.keys,
-        *operands.scalars,
-        operands.new_values,
-        operands.new_keys,
-        *operands.new_scalars,
-        operands.reader,
-        operands.cursor,
-        operands.counts,
-        *([] if operands.constants is None else [operands.constants]),
-        *([] if operands.forgotten is None else [operands.forgotten]),
-        *extra,
-    ]
-    return scratch, serve, arguments
+    return scratch, serve
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,14 +4,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.launch import MAX_ELEMENTS, TILE, LaunchParameters, Unsupported
+from pallas_kernels.launch import MAX_ELEMENTS, TILE, LaunchParameters, Unsupported, mosaic_gpu
 
 NEW_SLOTS = 8
 # Hopper: multiprocessors of an H100 or H200, shared memory of one, and the most that one CTA may take.
@@ -19,6 +20,9 @@ SMS = 132
 SM_SHARED_BYTES = 233472
 CTA_SHARED_BYTES = 232448
 MAX_STAGES = 4
+# Names of `Operands`, in the order of a kernel's arguments.
+ARGUMENTS = ("out", "state", "values", "keys", "scalars", "new_values", "new_keys", "new_scalars", "reader")
+ARGUMENTS += ("cursor", "counts", "constants", "forgotten", "scale", "copy", "words")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,3 +346,50 @@ class Operands:
     scale: Any = None
     copy: tuple = ()
     words: jax.Array | None = None
+
+    def arguments(self, without: tuple[str, ...] = ()) -> dict[str, Any]:
+        """The operands that there are, by name, in the order of a kernel's arguments."""
+        given = ((name, getattr(self, name)) for name in ARGUMENTS if name not in without)
+        return {name: operand for name, operand in given if operand is not None}
+
+
+def by_name(arguments: dict[str, Any], refs: Sequence[Any]) -> types.SimpleNamespace:
+    """A kernel's references under the operands' names; None for an operand that there is not."""
+    rest = iter(refs)
+
+    def take(operand: Any) -> Any:
+        return tuple(next(rest) for _ in operand) if isinstance(operand, tuple) else next(rest)
+
+    return types.SimpleNamespace(
+        **dict.fromkeys(ARGUMENTS) | {name: take(operand) for name, operand in arguments.items()}
+    )
+
+
+def run_kernel(
+    body: Callable[..., None],
+    arguments: dict[str, Any],
+    ctas: int,
+    name: str,
+    *,
+    scratch: dict | None = None,
+    warpgroups: int = 1,
+    interpret: Any = None,
+) -> None:
+    """body(references by name, buffers) in every CTA of a kernel that writes its references in place.
+
+    Shared memory is ordered by the barriers and by commit_smem alone; one barrier a load would be a dozen a
+    tile.
+    """
+    plgpu = mosaic_gpu()
+    kernel = plgpu.kernel(
+        lambda *refs, **buffers: body(by_name(arguments, refs), buffers),
+        out_type=(),
+        **({} if scratch is None else {"scratch_types": scratch}),
+        grid=(ctas,),
+        grid_names=("cta",),
+        **({"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
+        kernel_name=name,
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    kernel(*jax.tree.leaves(tuple(arguments.values())))

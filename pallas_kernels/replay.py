@@ -276,7 +276,7 @@ class _Call:
 
         def work(rule: TokenRule, workers: int, **options: Any) -> Work:
             options |= {"formats": self.formats, "interpret": interpret}
-            return Work(*flush_work(rule, self.geometry, operands, workers=workers, **options)[:2], workers)
+            return Work(*flush_work(rule, self.geometry, operands, workers=workers, **options), workers)
 
         def ahead(rule: TokenRule) -> Callable[[int], Work]:
             return functools.partial(work, rule, stages=1, claims=interpret is None)

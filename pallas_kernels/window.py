@@ -36,6 +36,7 @@ from pallas_kernels.pipeline import (
     granule_live,
     listed_rows,
     pin_plain,
+    run_kernel,
     shared_bytes,
 )
 from pallas_kernels.readout import Readout, store_row
@@ -180,19 +181,14 @@ def stream_window(
     listed = listed_rows(geo.batch, ctas)
     scratch |= {"stages": stages_or_work(stages)} | waiting(stages, ctas)
 
-    def body(*refs: Any, **buffers: Any) -> None:
+    def body(source: Any, buffers: dict) -> None:
         if earlier is None:
             buffers |= buffers.pop("stages")
         else:
             staged_buffers, work_buffers = buffers.pop("stages")
             buffers |= staged_buffers
         smem = types.SimpleNamespace(**buffers)
-        out, state_in, values_ring, keys_ring, *rest = refs
-        scalar_rings, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
-        values_in, keys_in, *rest = rest
-        scalars_in, rest = rest[: recurrence.scalars], rest[recurrence.scalars :]
-        reader_in, cursor_in, counts_in, *rest = rest
-        constants_in, forgotten_in = rest[:has_constants], rest[has_constants:]
+        scalar_rings, cursor_in, counts_in = source.scalars, source.cursor, source.counts
         if fused:
             plain = ("values", "keys", "reader", "weights", "constants", "scale", "readers", "scalars")
             plain += ("row_scalars", "extra", "ticket", "rows_landed")
@@ -207,7 +203,7 @@ def stream_window(
         fresh = pl.ds(ring, tokens)
 
         def forgotten_of(row: jax.Array, within: jax.Array) -> jax.Array:
-            return forgotten_in[0][row * groups + lax.div(within, tiles)] if forgets else jnp.int32(0)
+            return source.forgotten[row * groups + lax.div(within, tiles)] if forgets else jnp.int32(0)
 
         def chunk_of(ticket: jax.Array) -> Chunk:
             small = ticket - whole
@@ -264,43 +260,44 @@ def stream_window(
             within = chunk.within + offset
             block, tile = chunk.row * groups + lax.div(within, tiles), lax.rem(within, tiles)
             barrier, values = smem.tile_barrier.at[stage], smem.values.at[stage]
-            source = chunk.row * row_tiles + within
+            place = chunk.row * row_tiles + within
             if forgets:
                 known = lax.bitwise_and(lax.shift_right_logical(chunk.forgotten, tile), 1) == 0
-                source = skip(known, source, geo.batch * row_tiles)
-            plgpu.copy_gmem_to_smem(state_in.at[source], smem.state.at[stage], barrier)
+                place = skip(known, place, geo.batch * row_tiles)
+            plgpu.copy_gmem_to_smem(source.state.at[place], smem.state.at[stage], barrier)
             if fused:
                 begin = lax.rem(chunk.start, jnp.int32(ring))
-                place, landed = (stage, block, tile), smem.rows_landed
-                copy_rows(plgpu, values_ring, values_in, values, landed, place, begin, chunk.length)
+                places, landed = (stage, block, tile), smem.rows_landed
+                rings = source.values, source.new_values, values, landed
+                copy_rows(plgpu, *rings, places, begin, chunk.length)
                 return
             ring_copies(
                 chunk,
-                lambda source, slots: plgpu.copy_gmem_to_smem(
-                    values_ring.at[source, slots, tile], values.at[slots], barrier
+                lambda block, slots: plgpu.copy_gmem_to_smem(
+                    source.values.at[block, slots, tile], values.at[slots], barrier
                 ),
             )
-            plgpu.copy_gmem_to_smem(values_in.at[block, :, tile], values.at[fresh], barrier)
+            plgpu.copy_gmem_to_smem(source.new_values.at[block, :, tile], values.at[fresh], barrier)
 
         def issue_group(chunk: Chunk, number: jax.Array) -> None:
             row, group = chunk.row, lax.div(chunk.within, tiles)
             block = row * groups + group
             heads = pl.ds(aligned_head(geo, group), geo.head_slots)
 
-            def load(source: Any, target: Any) -> None:
-                plgpu.copy_gmem_to_smem(source, target, smem.group_barrier)
+            def load(array: Any, target: Any) -> None:
+                plgpu.copy_gmem_to_smem(array, target, smem.group_barrier)
 
-            ring_copies(chunk, lambda source, slots: load(keys_ring.at[source, slots], smem.keys.at[slots]))
-            load(keys_in.at[block], smem.keys.at[fresh])
-            load(reader_in.at[block], smem.reader.at[lax.rem(number, reader_halves)])
-            for source, new, target in zip(scalar_rings, scalars_in, smem.scalars, strict=True):
-                load(source.at[row, :, heads], target.at[pl.ds(0, ring)])
+            ring_copies(chunk, lambda block, slots: load(source.keys.at[block, slots], smem.keys.at[slots]))
+            load(source.new_keys.at[block], smem.keys.at[fresh])
+            load(source.reader.at[block], smem.reader.at[lax.rem(number, reader_halves)])
+            for old, new, target in zip(scalar_rings, source.new_scalars, smem.scalars, strict=True):
+                load(old.at[row, :, heads], target.at[pl.ds(0, ring)])
                 load(new.at[row, :, heads], target.at[fresh])
             all_heads = skip(group == 0, row, geo.batch)
-            for new, target in zip(scalars_in, smem.row_scalars, strict=True):
+            for new, target in zip(source.new_scalars, smem.row_scalars, strict=True):
                 load(new.at[all_heads], target)
             if has_constants:
-                load(constants_in[0].at[:, heads], smem.constants)
+                load(source.constants.at[:, heads], smem.constants)
 
         def prepare(chunk: Chunk, number: jax.Array) -> None:
             """What the tiles of a chunk need; claims the next chunk."""
@@ -312,7 +309,7 @@ def stream_window(
             @pl.when(lax.rem(chunk.within, tiles) == 0)
             def _():
                 position = chunk.start + chunk.length
-                append_group(plgpu, geo, smem, (keys_ring, scalar_rings), chunk.row, group, position)
+                append_group(plgpu, geo, smem, source, chunk.row, group, position)
 
             recurrence.coefficients(
                 Group(
@@ -371,10 +368,10 @@ def stream_window(
             )
 
             for t, y in enumerate(outputs):
-                store_row(plgpu, out.at[chunk.row, t, group, tile], y.astype(out.dtype), fused)
+                store_row(plgpu, source.out.at[chunk.row, t, group, tile], y.astype(source.out.dtype), fused)
                 slot = lax.rem(chunk.start + chunk.length + t, ring)
                 new = plgpu.load(smem.values.at[stage, ring + t], layout=plgpu.Layout.WGMMA.reduce(1))
-                store_row(plgpu, values_ring.at[chunk.row * groups + group, slot, tile], new, fused)
+                store_row(plgpu, source.values.at[chunk.row * groups + group, slot, tile], new, fused)
             # Every warp has read the stage, and the group's coefficients, before either is written again.
             synchronise(plgpu, fused)
 
@@ -481,13 +478,13 @@ def stream_window(
 
         def fold_beside(work: Work) -> None:
             rows = counts_in[1] if earlier is None else jnp.where(few, counts_in[1], 0)
-            work.serve(refs, cta, ctas, smem.beside, rows)
+            work.serve(source, cta, ctas, smem.beside, rows)
 
         if earlier is not None:
 
             @pl.when(~few)
             def _():
-                earlier.run(plgpu, refs, smem, work_buffers, cta, ctas, counts_in[1])
+                earlier.run(plgpu, source, smem, work_buffers, cta, ctas, counts_in[1])
 
         roles = [serve_tiles, *([serve_groups] if apart else [])]
         if beside is not None:
@@ -498,32 +495,6 @@ def stream_window(
             for index, role in enumerate(roles):
                 pl.when(lax.axis_index("warpgroup") == index)(role)
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(),
-        scratch_types=scratch,
-        grid=(ctas,),
-        grid_names=("cta",),
-        **({"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}),
-        # Shared memory is ordered by the barriers and by commit_smem; one barrier a load would be a dozen a
-        # tile.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=128),
-        kernel_name="replay_window",
-        **({} if interpret is None else {"interpret": interpret}),
-    )
-    arguments = [
-        operands.out,
-        operands.state,
-        operands.values,
-        operands.keys,
-        *operands.scalars,
-        operands.new_values,
-        operands.new_keys,
-        *operands.new_scalars,
-        operands.reader,
-        operands.cursor,
-        operands.counts,
-        *([operands.constants] if has_constants else []),
-        *([operands.forgotten] if forgets else []),
-    ]
-    kernel(*arguments)
+    arguments = operands.arguments(without=("scale", "copy", "words"))
+    options = {"scratch": scratch, "warpgroups": warpgroups, "interpret": interpret}
+    run_kernel(body, arguments, ctas, "replay_window", **options)

@@ -72,27 +72,28 @@ class Ahead:
         return plgpu.RefUnion(stages, buffers) if self.fused else (stages, buffers)
 
     def run(
-        self, plgpu: Any, refs: tuple, smem: Any, buffers: dict, cta: jax.Array, ctas: int, rows: jax.Array
+        self, plgpu: Any, source: Any, smem: Any, buffers: dict, cta: jax.Array, ctas: int, rows: jax.Array
     ) -> None:
-        """Folds the plan's last `rows` rows; no warpgroup goes on before all have. buffers: its part of
-        `and_stages`."""
+        """Folds the plan's last `rows` rows; no warpgroup goes on before all have. source: references by
+        name. buffers: its part of `and_stages`."""
         mine, work = lax.axis_index("warpgroup"), self.work
         folds, shares = mine < work.workers, self._shares()
 
-        def registers(which: int, action: Any) -> None:
-            if shares is not None:
-                plgpu.set_max_registers(shares[which], action=action)
+        def registers(who: jax.Array, action: Any, count: int) -> None:
+            pl.when(who)(lambda: plgpu.set_max_registers(count, action=action))
 
-        pl.when(~folds)(lambda: registers(2, "decrease"))
+        if shares is not None:
+            registers(~folds, "decrease", shares[2])
+            registers(folds, "increase", shares[1])
 
         @pl.when(folds)
         def _():
-            registers(1, "increase")
             worker, of_all = mine * ctas + cta, work.workers * ctas
-            work.serve(refs, worker, of_all, buffers | smem.earlier, rows, mine)
-            registers(0, "decrease")
+            work.serve(source, worker, of_all, buffers | smem.earlier, rows, mine)
 
-        pl.when(~folds)(lambda: registers(0, "increase"))
+        if shares is not None:
+            registers(folds, "decrease", shares[0])
+            registers(~folds, "increase", shares[0])
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.folded)
         plgpu.barrier_wait(smem.folded)
@@ -107,30 +108,29 @@ def append_group(
     plgpu: Any,
     geometry: Geometry,
     smem: Any,
-    rings: tuple,
+    rings: Any,
     row: jax.Array,
     group: jax.Array,
     first: jax.Array,
 ) -> None:
     """Begins to append the new tokens' keys of a group and, with group 0, all scalars of the row.
 
-    smem: `keys` [slots, K] and `row_scalars` [T, H]. rings: keys [B*G, R, K] and scalars [B, R, H]. first:
-    the position of the first new token.
+    smem: `keys` [slots, K] and `row_scalars` [T, H]. rings: `keys` and `scalars`. first: the position of the
+    first new token.
     """
-    keys_ring, scalar_rings = rings
     block = row * geometry.groups + group
     for t in range(geometry.tokens):
         slot = lax.rem(first + t, geometry.ring)
         plgpu.copy_smem_to_gmem(
             smem.keys.at[pl.ds(geometry.ring + t, 1)],
-            keys_ring.at[block, pl.ds(slot, 1)],
+            rings.keys.at[block, pl.ds(slot, 1)],
             commit_group=False,
         )
 
         @pl.when(group == 0)
         def _(t=t, slot=slot):
             # A whole row of heads at once: partial sectors cost a read before the write.
-            for target, source in zip(scalar_rings, smem.row_scalars, strict=True):
+            for target, source in zip(rings.scalars, smem.row_scalars, strict=True):
                 plgpu.copy_smem_to_gmem(source.at[t], target.at[row, slot], commit_group=False)
 
     plgpu.commit_smem_to_gmem_group()

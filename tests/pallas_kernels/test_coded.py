@@ -108,9 +108,9 @@ class NumpyCodeLanes(NumpyLanes):
         for i, word in enumerate(words):
             ref.reshape(-1).view(np.uint32)[(place // 4 + i)[there]] = word[there] & 0xFFFFFFFF
 
-    def half_product(self, total, left, right):
-        lanes = HalfLanes(0)
-        return lanes.product(total, left, right)
+    def product(self, total, left, right, kind):
+        assert kind == "f16"
+        return HalfLanes(0).product(total, left, right)
 
 
 class HalfLanes(NumpyLanes):
