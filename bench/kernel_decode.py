@@ -47,7 +47,7 @@ def prepare(case: Case, options: argparse.Namespace) -> Any:
 def worker(tasks: Any, results: Any, options: argparse.Namespace, deadline: float) -> None:
     """Takes cases until none is left: prepares each at will, measures it while holding the device lock; all
     of them later where timing has to wait for a file."""
-    prepared = []
+    prepared, start = [], options.start_file
     while True:
         try:
             case = tasks.get_nowait()
@@ -59,12 +59,13 @@ def worker(tasks: Any, results: Any, options: argparse.Namespace, deadline: floa
             continue
         prepared.append((case, layer, time.monotonic() - begun))
         del layer
-        if options.start_file is None:
-            finish(*prepared.pop(), results, options, deadline)
-    while prepared and not options.start_file.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+        if start is None:
+            finish(prepared.pop(), results, options, deadline)
     while prepared:
-        finish(*prepared.pop(0), results, options, deadline)
+        if start is not None and not start.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        finish(prepared.pop(0), results, options, deadline)
 
 
 def attempt(
@@ -86,9 +87,10 @@ def attempt(
 
 
 def finish(
-    case: Case, layer: Any, spent: float, results: Any, options: argparse.Namespace, deadline: float
+    prepared: tuple[Case, Any, float], results: Any, options: argparse.Namespace, deadline: float
 ) -> None:
-    """Measures and checks a prepared case; `spent`: seconds of its preparation."""
+    """Measures and checks a prepared case, given with its layer and the seconds of its preparation."""
+    case, layer, spent = prepared
 
     def measure() -> list[dict]:
         clock = [time.monotonic()]

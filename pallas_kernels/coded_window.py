@@ -5,6 +5,7 @@ counts is work a tile: one warpgroup issues all copies, several tiles a step, on
 others read tiles, each warp its own, and no two warps of them ever wait for each other.
 """
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -188,10 +189,9 @@ def stream_coded_window(
 
         cta = lax.axis_index("cta")
         if earlier is not None:
-
-            @pl.when(counts_in[1] > 0)
-            def _():
-                earlier.run(plgpu, source, smem, work_buffers, cta, ctas, counts_in[1])
+            place = cta, ctas
+            fold = functools.partial(earlier.run, plgpu, source, smem, work_buffers, place, counts_in[1])
+            pl.when(counts_in[1] > 0)(fold)
 
         total = counts_in[0] * row_steps
         begin, end = lax.div(cta * total, ctas), lax.div((cta + 1) * total, ctas)

@@ -481,10 +481,9 @@ def stream_window(
             work.serve(source, cta, ctas, smem.beside, rows)
 
         if earlier is not None:
-
-            @pl.when(~few)
-            def _():
-                earlier.run(plgpu, source, smem, work_buffers, cta, ctas, counts_in[1])
+            place = cta, ctas
+            fold = functools.partial(earlier.run, plgpu, source, smem, work_buffers, place, counts_in[1])
+            pl.when(~few)(fold)
 
         roles = [serve_tiles, *([serve_groups] if apart else [])]
         if beside is not None:

@@ -71,12 +71,10 @@ class Ahead:
         buffers = self._parts(False)
         return plgpu.RefUnion(stages, buffers) if self.fused else (stages, buffers)
 
-    def run(
-        self, plgpu: Any, source: Any, smem: Any, buffers: dict, cta: jax.Array, ctas: int, rows: jax.Array
-    ) -> None:
+    def run(self, plgpu: Any, source: Any, smem: Any, buffers: dict, place: tuple, rows: jax.Array) -> None:
         """Folds the plan's last `rows` rows; no warpgroup goes on before all have. source: references by
-        name. buffers: its part of `and_stages`."""
-        mine, work = lax.axis_index("warpgroup"), self.work
+        name. buffers: its part of `and_stages`. place: the CTA and their number."""
+        mine, work, (cta, ctas) = lax.axis_index("warpgroup"), self.work, place
         folds, shares = mine < work.workers, self._shares()
 
         def registers(who: jax.Array, action: Any, count: int) -> None:
