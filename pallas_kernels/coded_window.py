@@ -31,7 +31,7 @@ from pallas_kernels.pipeline import (
     run_kernel,
     shared_bytes,
 )
-from pallas_kernels.window_parts import Ahead, Work, aligned_head, append_group
+from pallas_kernels.window_parts import Ahead, Work, aligned_head, append_group, split_stages
 
 # A chunk is announced while the tiles of up to three before it are read.
 ANNOUNCED = 4
@@ -170,11 +170,7 @@ def stream_coded_window(
     scratch |= {"stages": stages_or_work(stages)} | waiting(stages, ctas)
 
     def body(source: Any, buffers: dict) -> None:
-        if earlier is None:
-            buffers |= buffers.pop("stages")
-        else:
-            staged_buffers, work_buffers = buffers.pop("stages")
-            buffers |= staged_buffers
+        buffers, work_buffers = split_stages(earlier, buffers)
         smem = types.SimpleNamespace(**buffers)
         state = source.copy or (source.state, source.scale)
         parts_of_state = dict(zip(("codes", "row_scales", "scales"), (*state, None), strict=False))

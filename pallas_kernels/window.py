@@ -41,7 +41,7 @@ from pallas_kernels.pipeline import (
 )
 from pallas_kernels.readout import Readout, store_row
 from pallas_kernels.rows import WARPGROUP, copy_rows, init_barriers, wait_rows
-from pallas_kernels.window_parts import Ahead, Work, aligned_head, append_group
+from pallas_kernels.window_parts import Ahead, Work, aligned_head, append_group, split_stages
 
 
 class Chunk(NamedTuple):
@@ -182,11 +182,7 @@ def stream_window(
     scratch |= {"stages": stages_or_work(stages)} | waiting(stages, ctas)
 
     def body(source: Any, buffers: dict) -> None:
-        if earlier is None:
-            buffers |= buffers.pop("stages")
-        else:
-            staged_buffers, work_buffers = buffers.pop("stages")
-            buffers |= staged_buffers
+        buffers, work_buffers = split_stages(earlier, buffers)
         smem = types.SimpleNamespace(**buffers)
         scalar_rings, cursor_in, counts_in = source.scalars, source.cursor, source.counts
         if fused:

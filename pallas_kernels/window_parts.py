@@ -97,6 +97,15 @@ class Ahead:
         plgpu.barrier_wait(smem.folded)
 
 
+def split_stages(earlier: Ahead | None, buffers: dict) -> tuple[dict, dict]:
+    """A kernel's buffers, those of its stages among them, and those that the earlier flush has in their
+    memory; the kernel keeps what `Ahead.and_stages` made, or the stages alone, under "stages"."""
+    stages, work = buffers["stages"], {}
+    if earlier is not None:
+        stages, work = stages
+    return {name: x for name, x in buffers.items() if name != "stages"} | stages, work
+
+
 def aligned_head(geometry: Geometry, group: Any) -> Any:
     """First head of a copy of a group's scalars, which begins at a multiple of 16 bytes."""
     return lax.div(group * geometry.group_heads, 4) * 4
