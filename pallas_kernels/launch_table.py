@@ -1,6 +1,6 @@
 """Launch parameters by device kind, recurrence and (bytes of a state element, largest window).
 
-What is left out is at its default. Written by `python -m bench.kernel_sweep --table` from its result file.
+What is left out is at its default. Written by `python -m bench.kernel_sweep --table` from its result files.
 """
 
 TABLE = {
