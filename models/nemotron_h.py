@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from models.base import HybridModel
 from models.config import MTPConfig, NemotronHConfig
-from models.layers.attention import attend
+from models.layers.attention import attend_projected
 from models.layers.conv import CausalConv
 from models.layers.embedding import Embedding
 from models.layers.mlp import MLP
@@ -18,7 +18,7 @@ from models.layers.projection import bias_free, project, project_out
 from models.layers.residual import Stream, entered, joined
 from models.mtp import MTPHead
 from models.weights import Weight, linear
-from pallas_kernels.parts import Gate, Part
+from pallas_kernels.parts import AttentionParts, Gate, Part
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
 from replayssm_jax.recurrence import mamba2
 from replayssm_jax.replay import Segment, recur
@@ -95,18 +95,13 @@ class Attention(nnx.Module):
         linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
         size, (width, kv_width) = config.hidden_size, _attention_widths(config)
         self.qkv_proj, self.o_proj = linear(size, width + 2 * kv_width), linear(width, size)
-        self.config = config
         self.spec = AttentionSpec(kv_heads=config.num_key_value_heads, head_dim=config.head_dim)
+        self.parts = AttentionParts(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 
     def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
         """Returns the layer's output in the dtype of x, or parts of it, and its cache."""
-        width, kv_width = _attention_widths(self.config)
         projected = project(self.qkv_proj, x, kernels=segment.kernels)
-        q, k, v = (
-            part.reshape(*x.shape[:2], -1, self.spec.head_dim)
-            for part in jnp.split(projected, (width, width + kv_width), axis=-1)
-        )
-        y, layer = attend(q, k, v, layer, segment)
+        y, layer = attend_projected(projected, self.parts, layer, segment)
         y = y.reshape(*x.shape[:2], -1)
         return project_out(self.o_proj, y, kernels=segment.kernels), layer
 

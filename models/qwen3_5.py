@@ -9,17 +9,16 @@ from jaxtyping import Array, Float, Int32
 
 from models.base import HybridModel
 from models.config import MTPConfig, Qwen35Config
-from models.layers.attention import attend
+from models.layers.attention import attend_projected, gates, split
 from models.layers.conv import CausalConv
 from models.layers.embedding import Embedding
 from models.layers.mlp import GatedMLP
 from models.layers.norm import NormThenGate, RMSNorm
 from models.layers.projection import Parts, bias_free, project, project_out
 from models.layers.residual import Stream, entered, joined
-from models.layers.rope import rotate
 from models.mtp import MTPHead
 from models.weights import Weight, linear
-from pallas_kernels.parts import Gate, Part
+from pallas_kernels.parts import AttentionParts, Gate, Part
 from replayssm_jax.cache import AttentionSpec, RecurrentSpec
 from replayssm_jax.recurrence import gated_delta
 from replayssm_jax.replay import Segment, recur
@@ -106,24 +105,31 @@ class GatedAttention(nnx.Module):
         self.qkv_proj, self.o_proj = linear(size, 2 * (width + kv_width)), linear(width, size)
         self.q_norm, self.k_norm = (_norm(config.head_dim, config, dtype) for _ in range(2))
         self.spec = AttentionSpec(kv_heads=config.num_key_value_heads, head_dim=config.head_dim)
+        self.parts = AttentionParts(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            gated=True,
+            rotated=config.rotary_dim,
+            eps=config.norm_eps,
+            offset=1.0,
+        )
         self.config = config
 
     def heads(self) -> None:
         """No recurrence, no constants."""
         return None
 
-    def project(self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], *, kernels: bool = False):
+    @property
+    def norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """Of queries and of keys."""
+        return self.q_norm, self.k_norm
+
+    def project(self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"]):
         """Returns q and gate [B, T, Nq, head_dim], k and v [B, T, N, head_dim]; q and k rotated."""
-        config, shape = self.config, x.shape[:2]
-        turn = functools.partial(
-            rotate, positions=positions, rotary_dim=config.rotary_dim, theta=config.rope_theta
-        )
-        width, kv_width = _attention_widths(config)
-        projected = project(self.qkv_proj, x, kernels=kernels)
-        q, k, v = jnp.split(projected, (2 * width, 2 * width + kv_width), axis=-1)
-        q, gate = jnp.split(q.reshape(*shape, -1, 2 * config.head_dim), 2, axis=-1)
-        k, v = (part.reshape(*shape, -1, config.head_dim) for part in (k, v))
-        return turn(self.q_norm(q)), gate, turn(self.k_norm(k)), v
+        projected = project(self.qkv_proj, x, kernels=False)
+        q, k, v = split(projected, self.parts, positions, norms=self.norms, theta=self.config.rope_theta)
+        return q, gates(projected, self.parts), k, v
 
     def output(
         self, y: Float[Array, "B T Nq C"], gate: Float[Array, "B T Nq C"], *, kernels: bool = False
@@ -134,9 +140,10 @@ class GatedAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], segment: Segment, layer):
         """Returns the layer's output in the dtype of x, or parts of it, and its cache."""
-        q, gate, k, v = self.project(x, segment.positions, kernels=segment.kernels)
-        y, layer = attend(q, k, v, layer, segment)
-        return self.output(y, gate, kernels=segment.kernels), layer
+        projected = project(self.qkv_proj, x, kernels=segment.kernels)
+        options = {"norms": self.norms, "theta": self.config.rope_theta}
+        y, layer = attend_projected(projected, self.parts, layer, segment, **options)
+        return self.output(y, gates(projected, self.parts), kernels=segment.kernels), layer
 
 
 class Block(nnx.Module):

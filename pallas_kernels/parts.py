@@ -30,3 +30,33 @@ class Gate:
     first: int
     heads: int
     limit: tuple[float, float] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionParts:
+    """How the channels of an attention layer's projection fall into heads of `width`.
+
+    They are `heads` of queries, each with its output gate behind it where `gated`, then `groups` of keys,
+    then as many of values.
+
+    rotated: first channels of a head of queries or keys that position rotates. eps, offset: of the RMS norms
+    of queries and keys, whose weights `offset` is added to.
+    """
+
+    heads: int
+    groups: int
+    width: int
+    gated: bool = False
+    rotated: int = 0
+    eps: float = 0.0
+    offset: float = 0.0
+
+    @property
+    def queries_every(self) -> int:
+        """Heads' widths from one head of queries to the next."""
+        return 2 if self.gated else 1
+
+    @property
+    def units(self) -> int:
+        """Heads' widths in all."""
+        return self.queries_every * self.heads + 2 * self.groups

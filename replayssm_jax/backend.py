@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.numerics import gate_value
-from pallas_kernels.parts import Gate, Part
+from pallas_kernels.parts import AttentionParts, Gate, Part
 from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.precision import Stored, format_of
 
@@ -246,6 +246,24 @@ def kernel_attention(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Arr
     return _kernel_attention(q, k, v, position)
 
 
+def kernel_attention_inputs(
+    projected: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    position: jax.Array,
+    norms: tuple[jax.Array, jax.Array] | None,
+    turns: tuple[jax.Array, jax.Array] | None,
+    parts: AttentionParts,
+) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    """Queries, and keys and values with a step's own, by their GPU kernel, arguments as
+    `pallas_kernels.attention_inputs` has them; None where it cannot serve."""
+    from pallas_kernels import attention_inputs
+
+    if not _serves(attention_inputs.check, parts, projected.dtype):
+        return None
+    return _kernel_attention_inputs(projected, k, v, position, norms, turns, parts=parts)
+
+
 def kernel_convolution(
     window: jax.Array,
     projected: jax.Array,
@@ -340,6 +358,12 @@ def _attention(q, k, v, position):
     return attention.attend(q, k, v, position)
 
 
+def _attention_inputs(projected, k, v, position, norms, turns, *, parts):
+    from pallas_kernels import attention_inputs
+
+    return attention_inputs.take_in(projected, k, v, position, norms, turns, parts=parts)
+
+
 def _convolution(window, projected, weight, bias, position, constants, *, parts, offset, gates):
     from pallas_kernels import convolution
 
@@ -370,6 +394,7 @@ PRODUCT_ROWS = 8
 # One inner program a layer kind: its kernels are traced and lowered once, however many layers use them.
 _kernel_step = jax.jit(_step, static_argnames="recurrence")
 _kernel_attention = jax.jit(_attention)
+_kernel_attention_inputs = jax.jit(_attention_inputs, static_argnames="parts")
 _kernel_convolution = jax.jit(_convolution, static_argnames=("parts", "offset", "gates"))
 _kernel_gated_norm = jax.jit(_gated_norm, static_argnames=("groups", "eps"))
 _kernel_product = jax.jit(_product, static_argnames=("activation", "parts"))

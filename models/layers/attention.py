@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from replayssm_jax.backend import kernel_attention
+from models.layers.norm import RMSNorm
+from models.layers.rope import rotate, turns
+from pallas_kernels.parts import AttentionParts
+from replayssm_jax.backend import kernel_attention, kernel_attention_inputs
 from replayssm_jax.cache import AttentionLayer
 from replayssm_jax.replay import Segment
 
@@ -33,15 +36,78 @@ def attend(
     )
     layer = AttentionLayer(k=_written(layer.k, k, column), v=_written(layer.v, v, column))
     if segment.mode == "step":
-        if segment.kernels:
-            outputs = kernel_attention(q, layer.k, layer.v, segment.position)
-            if outputs is not None:
-                return outputs, layer
-        return _few_queries(q, layer.k, layer.v, segment.positions), layer
+        return _read(q, layer, segment), layer
     reach = jnp.arange(size, dtype=jnp.int32)[None, None, None, :]
     mask = reach <= segment.positions[:, None, :, None]
     k, v = (jnp.swapaxes(cached, 1, 2) for cached in (layer.k, layer.v))
     return jax.nn.dot_product_attention(q, k, v, mask=mask), layer
+
+
+def attend_projected(
+    projected: Float[Array, "B T P"],
+    parts: AttentionParts,
+    layer: AttentionLayer | None,
+    segment: Segment,
+    *,
+    norms: tuple[RMSNorm, RMSNorm] | None = None,
+    theta: float | None = None,
+) -> tuple[Float[Array, "B T Nq D"], AttentionLayer | None]:
+    """`attend` for queries, keys and values that are channels of a projection still; others as for `split`.
+
+    In a step on a GPU one kernel makes them and stores keys and values.
+    """
+    if layer is not None and segment.mode == "step" and segment.kernels:
+        weights = None if norms is None else tuple(norm.weight[...] for norm in norms)
+        turned = None
+        if theta is not None:
+            turned = turns(segment.positions, rotary_dim=parts.rotated, theta=theta)
+        served = kernel_attention_inputs(
+            projected, layer.k, layer.v, segment.position, weights, turned, parts
+        )
+        if served is not None:
+            q, k, v = served
+            layer = AttentionLayer(k=k, v=v)
+            return _read(q, layer, segment), layer
+    q, k, v = split(projected, parts, segment.positions, norms=norms, theta=theta)
+    return attend(q, k, v, layer, segment)
+
+
+def split(
+    projected: Float[Array, "B T P"],
+    parts: AttentionParts,
+    positions: Int32[Array, "B T"],
+    *,
+    norms: tuple[RMSNorm, RMSNorm] | None = None,
+    theta: float | None = None,
+) -> tuple[Float[Array, "B T Nq D"], Float[Array, "B T N D"], Float[Array, "B T N D"]]:
+    """Queries, keys and values of a projection's channels, without the queries' gates.
+
+    norms: of queries and of keys. theta: base of the rotation's frequencies, None where nothing rotates.
+    """
+    heads = projected.reshape(*projected.shape[:2], -1, parts.width)
+    queries = parts.heads * parts.queries_every
+    q, k, v = jnp.split(heads, (queries, queries + parts.groups), axis=2)
+    q = q[:, :, :: parts.queries_every]
+    if norms is not None:
+        q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True))
+    if theta is not None:
+        q, k = (rotate(x, positions, rotary_dim=parts.rotated, theta=theta) for x in (q, k))
+    return q, k, v
+
+
+def gates(projected: Float[Array, "B T P"], parts: AttentionParts) -> Float[Array, "B T Nq D"]:
+    """The channels behind each head of gated queries."""
+    heads = projected[..., : 2 * parts.heads * parts.width]
+    return heads.reshape(*projected.shape[:2], parts.heads, 2, parts.width)[:, :, :, 1]
+
+
+def _read(q: Float[Array, "B T Nq D"], layer: AttentionLayer, segment: Segment) -> Float[Array, "B T Nq D"]:
+    """Attention of a step's tokens, whose keys and values are stored."""
+    if segment.kernels:
+        outputs = kernel_attention(q, layer.k, layer.v, segment.position)
+        if outputs is not None:
+            return outputs
+    return _few_queries(q, layer.k, layer.v, segment.positions)
 
 
 def _written(

@@ -2,12 +2,21 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 
 def inverse_frequencies(rotary_dim: int, theta: float) -> np.ndarray:
     """float32 [rotary_dim / 2]: theta^(-2i / rotary_dim)."""
     return (theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)).astype(np.float32)
+
+
+def turns(
+    positions: Int32[Array, "B T"], *, rotary_dim: int, theta: float
+) -> tuple[Float32[Array, "B T C"], Float32[Array, "B T C"]]:
+    """Cosines and sines of every position's angles, C = rotary_dim / 2."""
+    frequencies = jnp.asarray(inverse_frequencies(rotary_dim, theta))
+    angles = positions.astype(jnp.float32)[:, :, None] * frequencies[None, None]
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(
@@ -18,9 +27,7 @@ def rotate(
     Angles and products in float32; returns the dtype of x. (RoPE, arXiv 2104.09864, rotate-half layout.)
     """
     half = rotary_dim // 2
-    frequencies = jnp.asarray(inverse_frequencies(rotary_dim, theta))
-    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = (turn[:, :, None] for turn in turns(positions, rotary_dim=rotary_dim, theta=theta))
     first = x[..., :half].astype(jnp.float32)
     second = x[..., half:rotary_dim].astype(jnp.float32)
     turned = [first * cos - second * sin, second * cos + first * sin]
