@@ -329,6 +329,27 @@ def kernel_product(
     return result.reshape(*x.shape[:-1], -1) if summed else result
 
 
+def split_product(x: jax.Array, matrix: jax.Array) -> jax.Array | None:
+    """A product of more rows in parts over its inputs, float32 [S, rows, N] to be added, where so few tiles
+    would leave half of a GPU idle; None where they do not, or where no kernel adds them."""
+    from pallas_kernels import residual_norm
+
+    (inputs, outputs), rows = matrix.shape, math.prod(x.shape[:-1])
+    count = product_split(rows, inputs, outputs)
+    if count == 1 or not _serves(residual_norm.check, outputs, x.dtype):
+        return None
+    left, right = x.reshape(rows, count, -1), matrix.reshape(count, -1, outputs)
+    numbers = (((2,), (1,)), ((1,), (0,)))
+    return jax.lax.dot_general(left, right, numbers, preferred_element_type=jnp.float32)
+
+
+def product_split(rows: int, inputs: int, outputs: int) -> int:
+    """Parts of a product of so many rows that give every multiprocessor a tile of 128 x 128."""
+    tiles = -(-rows // 128) * -(-outputs // 128)
+    counts = [n for n in (1, 2, 3, 4) if inputs % (64 * n) == 0 and n * tiles <= 132]
+    return max(counts, default=1)
+
+
 def kernel_residual_norm(
     x: jax.Array, parts: jax.Array, weight: jax.Array, eps: float, offset: float
 ) -> tuple[jax.Array, jax.Array] | None:

@@ -1,5 +1,6 @@
 """Linear layers without bias, in a step of few rows on a GPU by a kernel of their own."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from replayssm_jax.backend import kernel_product
+from replayssm_jax.backend import kernel_product, split_product
 from replayssm_jax.few_rows import dot_general
 
 
@@ -58,5 +59,9 @@ def project_out(
     linear: nnx.Linear, x: Float[Array, "B T D"], *, kernels: bool
 ) -> Float[Array, "B T E"] | Parts:
     """A layer's last projection, whose result goes to `residual.joined`."""
-    parts = kernel_product(x, linear.kernel[...], summed=False) if kernels else None
-    return linear(x) if parts is None else Parts(parts)
+    if kernels:
+        for product in (functools.partial(kernel_product, summed=False), split_product):
+            parts = product(x, linear.kernel[...])
+            if parts is not None:
+                return Parts(parts)
+    return linear(x)

@@ -242,6 +242,21 @@ def test_layers_of_few_rows_hand_the_kernels_what_they_ask_for(family, monkeypat
     backend._kernel_step.clear_cache()
 
 
+@needs_kernels
+def test_products_of_few_tiles_come_in_parts_that_add_up():
+    counts = [backend.product_split(rows, 9216, 2560) for rows in (64, 256, 512)]
+    assert counts == [4, 3, 1] and backend.product_split(256, 2560, 18432) == 1
+    x, matrix = (
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 5, 256), (256, 64)])
+    )
+    x, matrix = x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)
+    parts = backend.split_product(x, matrix)
+    exact = (np.asarray(array.astype(jnp.float32), np.float64) for array in (x.reshape(10, -1), matrix))
+    assert parts.shape == (4, 10, 64) and parts.dtype == jnp.float32
+    np.testing.assert_allclose(parts.sum(0), np.matmul(*exact), rtol=0, atol=256**0.5 * 1e-5)
+    assert backend.split_product(x, matrix[:, :48]) is None
+
+
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("method", [rs.ReplayConfig(buffer_length=14, window=2), rs.EagerConfig()])
