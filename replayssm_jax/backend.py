@@ -166,22 +166,30 @@ def row_plan(method: DecodingConfig, fold: jax.Array, start: jax.Array, length: 
     return launch.plan(rewrites, start, length)
 
 
+def constants_of(heads: Any) -> jax.Array | None:
+    """A recurrence's per-head constants in one array, float32 [n, H], as the kernels read them; None without
+    any."""
+    leaves = jax.tree.leaves(heads)
+    return jnp.stack(leaves) if leaves else None
+
+
 def kernel_step(
     recurrence: str,
     state: jax.Array,
     ring: Any,
     inputs: Any,
     reader: jax.Array,
-    heads: Any,
+    constants: jax.Array | None,
     plan: Any,
     forgotten: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """One layer's step by the GPU kernels, in place: (outputs, checkpoint or state, ring).
 
-    Arguments as for `recur`; ring: without the new tokens, None for an eager step; plan: from `row_plan`;
-    forgotten: bool [B, H], heads whose checkpoint is taken for zero, None to read all.
+    Arguments as for `recur`; ring: without the new tokens, None for an eager step; constants: from
+    `constants_of`; plan: from `row_plan`; forgotten: bool [B, H], heads whose checkpoint is taken for zero,
+    None to read all.
     """
-    return _kernel_step(state, ring, inputs, reader, heads, plan, forgotten, recurrence=recurrence)
+    return _kernel_step(state, ring, inputs, reader, constants, plan, forgotten, recurrence=recurrence)
 
 
 def stored_kernel_step(
@@ -191,7 +199,7 @@ def stored_kernel_step(
     ring: Any,
     inputs: Any,
     reader: jax.Array,
-    heads: Any,
+    constants: jax.Array | None,
     plan: Any,
     words: jax.Array | None,
 ) -> tuple[jax.Array, Stored, Stored | None, Any]:
@@ -200,17 +208,16 @@ def stored_kernel_step(
     words: from `flush.kernel_words`, None for rounding to nearest.
     """
     return _stored_kernel_step(
-        checkpoint, copy, ring, inputs, reader, heads, plan, words, recurrence=recurrence
+        checkpoint, copy, ring, inputs, reader, constants, plan, words, recurrence=recurrence
     )
 
 
 @functools.partial(jax.jit, static_argnames="recurrence")
-def _stored_kernel_step(checkpoint, copy, ring, inputs, reader, heads, plan, words, *, recurrence: str):
+def _stored_kernel_step(checkpoint, copy, ring, inputs, reader, constants, plan, words, *, recurrence: str):
     from pallas_kernels.rewrite import Formats
 
     kernels = importlib.import_module(KERNELS[recurrence]).KERNELS
     formats = Formats(format_of(checkpoint), None if copy is None else format_of(copy), words is not None)
-    constants = jnp.stack(jax.tree.leaves(heads)) if jax.tree.leaves(heads) else None
     kept = tuple(jax.tree.leaves(checkpoint)), None if copy is None else tuple(jax.tree.leaves(copy))
     fields, new = tuple(jax.tree.leaves(ring)), tuple(jax.tree.leaves(inputs))
     outputs, *kept, fields = kernels.stored_step(*kept, fields, new, reader, constants, plan, formats, words)
@@ -221,10 +228,9 @@ def _stored_kernel_step(checkpoint, copy, ring, inputs, reader, heads, plan, wor
     return outputs, *stored, jax.tree.unflatten(jax.tree.structure(ring), fields)
 
 
-def _step(state, ring, inputs, reader, heads, plan, forgotten, *, recurrence: str):
+def _step(state, ring, inputs, reader, constants, plan, forgotten, *, recurrence: str):
     kernels = importlib.import_module(KERNELS[recurrence])
     new = tuple(jax.tree.leaves(inputs))
-    constants = jnp.stack(jax.tree.leaves(heads)) if jax.tree.leaves(heads) else None
     if ring is None:
         return *kernels.eager(state, new, reader, constants, plan=plan), None
     old = tuple(jax.tree.leaves(ring))

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels.numerics import hash_uint32
-from replayssm_jax.backend import resolve, ring_slots
+from replayssm_jax.backend import constants_of, resolve, ring_slots
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.precision import Scaled, Stored, decode, in_order, zeros
 from replayssm_jax.recurrence import RECURRENCES
@@ -78,6 +78,7 @@ class RecurrentLayer:
     copy: the checkpoint in the format that outputs read; None where they read the checkpoint itself.
     index: of the layer in the model.
     reach: of the checkpoint's heads, where reads are left out by bounds; else None.
+    constants: `heads` as the GPU kernels read them, so that no step stacks them; else None.
     """
 
     checkpoint: Stored
@@ -88,6 +89,7 @@ class RecurrentLayer:
     copy: Stored | None = None
     index: int = static(default=0)
     reach: Reach | None = None
+    constants: Float32[Array, "constants H"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -149,6 +151,11 @@ class Cache:
         return self.replay.window
 
 
+def kernel_constants(heads: Any, replay: DecodingConfig) -> Float32[Array, "constants H"] | None:
+    """`RecurrentLayer.constants` of a cache with this configuration."""
+    return constants_of(heads) if replay.implementation == "pallas" else None
+
+
 def _layer(spec: LayerSpec, heads, index: int, batch: int, max_length: int, replay: DecodingConfig, dtype):
     if spec is None:
         return None
@@ -186,6 +193,7 @@ def _layer(spec: LayerSpec, heads, index: int, batch: int, max_length: int, repl
         recurrence=spec.recurrence,
         index=index,
         reach=reach,
+        constants=kernel_constants(heads, replay),
     )
 
 
@@ -327,8 +335,8 @@ def _map_rows(function, cache: Cache, *others: Cache) -> Cache:
     def layer(first, *rest):
         if not isinstance(first, RecurrentLayer):
             return jax.tree.map(function, first, *rest)
-        bare = [replace(item, heads=None) for item in (first, *rest)]
-        return replace(jax.tree.map(function, *bare), heads=first.heads)
+        bare = [replace(item, heads=None, constants=None) for item in (first, *rest)]
+        return replace(jax.tree.map(function, *bare), heads=first.heads, constants=first.constants)
 
     names = ("start", "length", "pending", "flush_at", "seed")
     return replace(
@@ -358,7 +366,7 @@ def _row_indices(rows, name: str) -> Int32[Array, " n"]:
 def _select(cache: Cache, rows: Int32[Array, " n"]) -> Cache:
     picked = _map_rows(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), cache)
     layers = tuple(
-        replace(layer, heads=jax.tree.map(jnp.copy, layer.heads))
+        replace(layer, **jax.tree.map(jnp.copy, {"heads": layer.heads, "constants": layer.constants}))
         if isinstance(layer, RecurrentLayer)
         else layer
         for layer in picked.layers
@@ -413,7 +421,8 @@ def insert(cache: Cache, part: Cache, rows) -> Cache:
 
 def _without_heads(cache: Cache) -> tuple:
     layers = tuple(
-        replace(layer, heads=None) if isinstance(layer, RecurrentLayer) else layer for layer in cache.layers
+        replace(layer, heads=None, constants=None) if isinstance(layer, RecurrentLayer) else layer
+        for layer in cache.layers
     )
     return layers, (cache.start, cache.length, cache.pending, cache.flush_at, cache.seed)
 

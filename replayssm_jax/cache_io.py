@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.backend import device_refusal
-from replayssm_jax.cache import AttentionLayer, Cache, Reach, RecurrentLayer, check_usable
+from replayssm_jax.cache import AttentionLayer, Cache, Reach, RecurrentLayer, check_usable, kernel_constants
 from replayssm_jax.config import DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.precision import Scaled, Stored, in_order
 from replayssm_jax.recurrence import RECURRENCES
@@ -180,13 +180,15 @@ def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array], replay: D
     checkpoint, copy = map(stored, ("checkpoint", "copy"), formats)
     if checkpoint is None:
         raise KeyError(f"layers.{index}.checkpoint")
+    heads = recurrence.Heads(**part("heads."))
     return RecurrentLayer(
         checkpoint=checkpoint,
         copy=copy,
         index=index,
         conv=arrays[f"layers.{index}.conv"],
         ring=recurrence.Inputs(**ring) if ring else None,
-        heads=recurrence.Heads(**part("heads.")),
+        heads=heads,
         recurrence=kind,
         reach=Reach(**reach) if reach else None,
+        constants=kernel_constants(heads, replay),
     )

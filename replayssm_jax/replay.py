@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from replayssm_jax.backend import kernel_step, row_plan, stored_kernel_step
+from replayssm_jax.backend import constants_of, kernel_step, row_plan, stored_kernel_step
 from replayssm_jax.cache import Cache, RecurrentLayer, check_usable, static
 from replayssm_jax.config import EagerConfig, ReplayConfig
 from replayssm_jax.flush import flush, folded, kernel_words, read_source, rewrite
@@ -185,17 +185,16 @@ def _recur(
         by_fold, by_reads, reach = forgotten(recurrence, layer, inputs, reader, heads, segment)
         gone = jnp.where(segment.fold[:, None] > 0, by_fold, by_reads)
         layer = replace(layer, reach=reach)
-    if segment.plan is not None and (layer.copy is not None or format_of(layer.checkpoint) != "fp32"):
-        kept = layer.checkpoint, layer.copy, layer.ring
-        rounding = segment.plan, kernel_words(layer, segment)
-        outputs, checkpoint, copy, ring = stored_kernel_step(
-            layer.recurrence, *kept, inputs, reader, heads, *rounding
-        )
-        return outputs, replace(layer, checkpoint=checkpoint, copy=copy, ring=ring)
     if segment.plan is not None:
-        outputs, checkpoint, ring = kernel_step(
-            layer.recurrence, decode(layer.checkpoint), layer.ring, inputs, reader, heads, segment.plan, gone
-        )
+        constants = constants_of(heads) if layer.constants is None else layer.constants
+        given = inputs, reader, constants, segment.plan
+        if layer.copy is not None or format_of(layer.checkpoint) != "fp32":
+            kept = layer.checkpoint, layer.copy, layer.ring
+            words = kernel_words(layer, segment)
+            outputs, checkpoint, copy, ring = stored_kernel_step(layer.recurrence, *kept, *given, words)
+            return outputs, replace(layer, checkpoint=checkpoint, copy=copy, ring=ring)
+        state = decode(layer.checkpoint)
+        outputs, checkpoint, ring = kernel_step(layer.recurrence, state, layer.ring, *given, gone)
         layer = replace(layer, checkpoint=checkpoint, ring=ring)
         return outputs, replace(layer, reach=heard(layer.reach, outputs, segment))
     if layer.ring is None:

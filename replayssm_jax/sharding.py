@@ -94,6 +94,8 @@ def _layer_specs(layer: RecurrentLayer, rows: str | None, heads: str | None) -> 
         field = path[0].name
         if field == "heads":
             return P(heads)
+        if field == "constants":
+            return P(None, heads)
         if field in ("checkpoint", "copy") or (field == "reach" and leaf.ndim == 2):
             return P(rows, heads)
         return P(rows) if field == "conv" else _by_rank(rows, heads)(leaf)

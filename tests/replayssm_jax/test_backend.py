@@ -242,6 +242,20 @@ def test_layers_of_few_rows_hand_the_kernels_what_they_ask_for(family, monkeypat
     backend._kernel_step.clear_cache()
 
 
+def test_a_cache_of_the_kernels_holds_the_constants_of_heads_in_one_array(monkeypatch):
+    monkeypatch.setattr("replayssm_jax.cache.resolve", lambda method, *_: method)
+    model = hot_model("mamba2", layers=2)
+    cache = model.init_cache(3, 16, rs.ReplayConfig(implementation="pallas"))
+    part = rs.select(cache, [2])
+    caches = [rs.insert(rs.reset(cache, [0]), part, [1]), part]
+    wanted = [np.stack([heads.a, heads.d]) for heads in (block.heads() for block in model.layers) if heads]
+    for cache in caches:
+        found = [layer.constants for layer in cache.layers if hasattr(layer, "constants")]
+        for ours, expected in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(ours, expected)
+    assert model.init_cache(1, 16).layers[0].constants is None
+
+
 @needs_kernels
 def test_products_of_few_tiles_come_in_parts_that_add_up():
     counts = [backend.product_split(rows, 9216, 2560) for rows in (64, 256, 512)]
