@@ -1,9 +1,10 @@
 """Attention of the few tokens of a step over a cache of keys and values.
 
-A CTA takes one key head of one row, or a part of its columns where there are few rows. Its queries are the
-rows of one matrix; keys and values pass through shared memory in blocks of columns, as far as the row has
-tokens, with the running maximum and sum of a softmax (arXiv 2205.14135). The softmax over all columns is the
-sum of the parts' outputs, weighted by the parts' sums.
+A CTA takes key heads of rows one after the other, or a part of one's columns where there are few rows. The
+queries of a head are the rows of one matrix; keys and values pass through shared memory in blocks of columns,
+as far as the row has tokens, with the running maximum and sum of a softmax (arXiv 2205.14135). The first
+blocks of the next head are on their way before the last one of this head is done. The softmax over all
+columns is the sum of the parts' outputs, weighted by the parts' sums.
 """
 
 import math
@@ -51,6 +52,7 @@ def attend(
     *,
     stages: int | None = None,
     parts: int | None = None,
+    ctas: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Softmax attention of T tokens, scaled by D^-0.5; token t of row b reads columns 0 .. position[b] + t.
@@ -58,7 +60,8 @@ def attend(
     q: [B, T, Nq, D], bfloat16 or float16; query head n reads key head n // (Nq / N). k, v: [B, N, S, D], with
     the step's own tokens; columns beyond S - 1 are not read. position: int32 [B].
     stages: blocks of columns in flight a CTA; None: as many as let two CTAs share a multiprocessor, at least
-    two. parts: CTAs that share the columns of a row; None: as many as find room on the device at once.
+    two. parts: CTAs that share the columns of a row; None: as many as find room on the device at once. ctas:
+    of the device where no row is shared; None: as many as find room.
     Returns [B, T, Nq, D]. Scores, softmax and sums in float32, its weights rounded as q is.
     """
     batch, tokens, heads, width = q.shape
@@ -78,10 +81,10 @@ def attend(
 
     def scratch(stages: int, split: bool) -> dict:
         buffers = {
-            "queries": plgpu.SMEM((ROWS, width), dtype, transforms=transforms),
+            "queries": plgpu.SMEM((1 if split else 2, ROWS, width), dtype, transforms=transforms),
             "keys": plgpu.SMEM((stages, COLUMNS, width), dtype, transforms=transforms),
             "values": plgpu.SMEM((stages, COLUMNS, width), dtype, transforms=transforms),
-            "query_barrier": plgpu.Barrier(num_arrivals=1),
+            "query_barrier": plgpu.Barrier(num_arrivals=1, num_barriers=1 if split else 2),
             "key_barrier": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             "value_barrier": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         }
@@ -95,11 +98,15 @@ def attend(
         half = SM_SHARED_BYTES // 2 - 1024
         return max(2, *(n for n in range(1, 9) if n == 1 or shared_bytes(scratch(n, split)) <= half))
 
+    def resident(stages: int, split: bool) -> int:
+        return SMS * (SM_SHARED_BYTES // (shared_bytes(scratch(stages, split)) + 1024))
+
     if parts is None:
-        used = shared_bytes(scratch(stages or in_flight(True), True)) + 1024
-        parts = max(1, min(SMS * (SM_SHARED_BYTES // used) // pairs, size // _PART_COLUMNS))
+        parts = max(1, min(resident(stages or in_flight(True), True) // pairs, size // _PART_COLUMNS))
     split = parts > 1
     stages = stages or in_flight(split)
+    items = pairs * parts
+    ctas = items if split else min(items, ctas or resident(stages, split))
     layout = plgpu.Layout.WGMMA
 
     def product(left: Any, right: Any, total: Any = None) -> jax.Array:
@@ -119,80 +126,120 @@ def attend(
 
     def body(q_in: Any, k_in: Any, v_in: Any, position_in: Any, out: Any, *rest: Any, **smem: Any) -> None:
         queries, keys, values = smem["queries"], smem["keys"], smem["values"]
-        pair, part = lax.axis_index("pair"), lax.axis_index("part")
-        before = position_in[lax.div(pair, groups)]
-        live = jnp.minimum(before + tokens, size)
-        blocks = lax.div(live + (COLUMNS - 1), COLUMNS)
-        share = lax.div(blocks + (parts - 1), parts)
-        first = jnp.minimum(part * share, blocks)
-        blocks = jnp.minimum(first + share, blocks)
+        cta = lax.axis_index("cta")
+        count = lax.div(items - 1 - cta, ctas) + 1
+
+        def pair_of(item: jax.Array) -> jax.Array:
+            return lax.div(cta + item * ctas, parts)
+
+        def span(item: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Tokens before the step, and the first block of the item and the one behind its last."""
+            before = position_in[lax.div(pair_of(item), groups)]
+            live = jnp.minimum(before + tokens, size)
+            blocks = lax.div(live + (COLUMNS - 1), COLUMNS)
+            share = lax.div(blocks + (parts - 1), parts)
+            first = jnp.minimum(lax.rem(cta + item * ctas, parts) * share, blocks)
+            return before, first, jnp.minimum(first + share, blocks)
+
         # Rows beyond the array's end are read as zeros and not written: a start that is no constant may go
         # there.
-        packed_rows = pl.ds(pair * 0, rows)
+        packed_rows = pl.ds(cta * 0, rows)
 
-        def issue(block: jax.Array, carry: None = None) -> None:
-            stage, place = lax.rem(block - first, stages), pl.ds(block * COLUMNS, COLUMNS)
-            plgpu.copy_gmem_to_smem(k_in.at[pair, place], keys.at[stage], smem["key_barrier"].at[stage])
-            plgpu.copy_gmem_to_smem(v_in.at[pair, place], values.at[stage], smem["value_barrier"].at[stage])
-            return carry
+        def issue_queries(item: jax.Array) -> None:
+            slot = lax.rem(item, queries.shape[0])
+            target = queries.at[slot, pl.ds(0, rows)]
+            plgpu.copy_gmem_to_smem(
+                q_in.at[pair_of(item), packed_rows], target, smem["query_barrier"].at[slot]
+            )
 
-        plgpu.copy_gmem_to_smem(q_in.at[pair, packed_rows], queries.at[pl.ds(0, rows)], smem["query_barrier"])
-        lax.fori_loop(first, jnp.minimum(blocks, first + stages), issue, None)
+        def issue(index: jax.Array, cursor: tuple) -> tuple:
+            """Begins to copy the cursor's block, the index-th of this CTA; the cursor of the next one."""
+            item, block, end = cursor
+
+            @pl.when((item < count) & (block < end))
+            def _():
+                stage, pair = lax.rem(index, stages), pair_of(item)
+                place = pl.ds(block * COLUMNS, COLUMNS)
+                plgpu.copy_gmem_to_smem(k_in.at[pair, place], keys.at[stage], smem["key_barrier"].at[stage])
+                plgpu.copy_gmem_to_smem(
+                    v_in.at[pair, place], values.at[stage], smem["value_barrier"].at[stage]
+                )
+
+            def beyond() -> tuple:
+                _, first, end = span(jnp.minimum(item + 1, count - 1))
+                return item + 1, first, end
+
+            return lax.cond(block + 1 < end, lambda: (item, block + 1, end), beyond)
+
+        issue_queries(jnp.int32(0))
+        cursor = (jnp.int32(0), *span(jnp.int32(0))[1:])
+        cursor = lax.fori_loop(0, stages, issue, cursor)
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=layout)
         column = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 1, layout=layout)
-        last = jnp.minimum(before + lax.div(row, each), size - 1)
-        plgpu.barrier_wait(smem["query_barrier"])
-
-        def one(block: jax.Array, carry: tuple) -> tuple:
-            total, highest, sums = carry
-            stage = lax.rem(block - first, stages)
-            plgpu.barrier_wait(smem["key_barrier"].at[stage])
-
-            scores = product(queries, keys.at[stage].T)
-            scores = jnp.where(column + block * COLUMNS <= last, scores * scale, _HIDDEN)
-            top = jnp.maximum(highest, jnp.max(scores, axis=1))
-            weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, (0,)))
-            kept = jnp.exp2(highest - top)
-            sums = sums * kept + jnp.sum(weights, axis=1)
-            total = total * lax.broadcast_in_dim(kept, total.shape, (0,))
-            plgpu.barrier_wait(smem["value_barrier"].at[stage])
-
-            total = product(weights.astype(dtype), values.at[stage], total)
-            # Every warp has read the stage before it is written again.
-            plgpu.commit_smem()
-
-            @pl.when(block + stages < blocks)
-            def _():
-                issue(block + stages)
-
-            return total, top, sums
 
         def constant(shape: tuple, value: float, layout: Any) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-        vector = layout.reduce(1)
-        start = (
-            constant((ROWS, width), 0.0, layout),
-            constant((ROWS,), _HIDDEN, vector),
-            constant((ROWS,), 0.0, vector),
-        )
-        total, highest, sums = lax.fori_loop(first, blocks, one, start)
-        if split:
-            # A part without columns has no sum.
-            total = total / lax.broadcast_in_dim(jnp.maximum(sums, 1e-30), total.shape, (0,))
-            smem["weight"][...] = highest + jnp.log(jnp.maximum(sums, 1e-30)) * math.log2(math.e)
-            for piece in range(0, width, _PIECE):
-                smem["partial"][...] = total[:, piece : piece + _PIECE]
+        def attend_item(item: jax.Array, carry: tuple) -> tuple:
+            before, first, end = span(item)
+            pair, slot = pair_of(item), lax.rem(item, queries.shape[0])
+            last = jnp.minimum(before + lax.div(row, each), size - 1)
+            if not split:
+                # The outputs of the item before have left the next one's place.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                @pl.when(item + 1 < count)
+                def _():
+                    issue_queries(item + 1)
+
+            plgpu.barrier_wait(smem["query_barrier"].at[slot])
+
+            def one(block: jax.Array, carry: tuple) -> tuple:
+                total, highest, sums, index, cursor = carry
+                stage = lax.rem(index, stages)
+                plgpu.barrier_wait(smem["key_barrier"].at[stage])
+
+                scores = product(queries.at[slot], keys.at[stage].T)
+                scores = jnp.where(column + block * COLUMNS <= last, scores * scale, _HIDDEN)
+                top = jnp.maximum(highest, jnp.max(scores, axis=1))
+                weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, (0,)))
+                kept = jnp.exp2(highest - top)
+                sums = sums * kept + jnp.sum(weights, axis=1)
+                total = total * lax.broadcast_in_dim(kept, total.shape, (0,))
+                plgpu.barrier_wait(smem["value_barrier"].at[stage])
+
+                total = product(weights.astype(dtype), values.at[stage], total)
+                # Every warp has read the stage before it is written again.
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    smem["partial"].at[pl.ds(0, rows)], out.at[pair, part, :, pl.ds(piece, _PIECE)]
-                )
-                plgpu.wait_smem_to_gmem(0)
-            plgpu.copy_smem_to_gmem(smem["weight"], rest[0].at[pair, part])
-        else:
-            queries[...] = (total / lax.broadcast_in_dim(sums, total.shape, (0,))).astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(queries.at[pl.ds(0, rows)], out.at[pair, packed_rows])
+                return total, top, sums, index + 1, issue(index + stages, cursor)
+
+            vector = layout.reduce(1)
+            start = (
+                constant((ROWS, width), 0.0, layout),
+                constant((ROWS,), _HIDDEN, vector),
+                constant((ROWS,), 0.0, vector),
+            )
+            total, highest, sums, *carry = lax.fori_loop(first, end, one, (*start, *carry))
+            if split:
+                # A part without columns has no sum.
+                part = lax.rem(cta, parts)
+                total = total / lax.broadcast_in_dim(jnp.maximum(sums, 1e-30), total.shape, (0,))
+                smem["weight"][...] = highest + jnp.log(jnp.maximum(sums, 1e-30)) * math.log2(math.e)
+                for piece in range(0, width, _PIECE):
+                    smem["partial"][...] = total[:, piece : piece + _PIECE]
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        smem["partial"].at[pl.ds(0, rows)], out.at[pair, part, :, pl.ds(piece, _PIECE)]
+                    )
+                    plgpu.wait_smem_to_gmem(0)
+                plgpu.copy_smem_to_gmem(smem["weight"], rest[0].at[pair, part])
+            else:
+                queries[slot] = (total / lax.broadcast_in_dim(sums, total.shape, (0,))).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(queries.at[slot, pl.ds(0, rows)], out.at[pair, packed_rows])
+            return tuple(carry)
+
+        lax.fori_loop(0, count, attend_item, (jnp.int32(0), cursor))
         plgpu.wait_smem_to_gmem(0)
 
     whole = jax.ShapeDtypeStruct((pairs, held, width), dtype)
@@ -204,8 +251,8 @@ def attend(
         body,
         out_type=pieces if split else whole,
         scratch_types=scratch(stages, split),
-        grid=(pairs, parts),
-        grid_names=("pair", "part"),
+        grid=(ctas,),
+        grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         kernel_name="decode_attention",
         **({} if interpret is None else {"interpret": interpret}),

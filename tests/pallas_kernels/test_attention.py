@@ -50,7 +50,8 @@ def check(case, **options):
 )
 def test_the_interpreted_kernel_is_the_softmax_over_live_columns(tokens, each, dtype, parts):
     case = draw(3, tokens, 2, each, 64, 152, dtype)
-    check(case, stages=2, parts=parts, interpret=launch.mosaic_gpu().InterpretGPUParams())
+    # Six heads of rows on four CTAs: two take a second one.
+    check(case, stages=2, parts=parts, ctas=4, interpret=launch.mosaic_gpu().InterpretGPUParams())
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,13 @@ def test_the_compiled_kernel_is_the_softmax_over_live_columns(groups, each, widt
 )
 def test_the_parts_of_a_long_row_add_up(tokens, groups, each, width, parts):
     check(draw(3, tokens, groups, each, width, 4104), parts=parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ctas", [1, 9])
+@pytest.mark.parametrize(("tokens", "groups", "each", "width"), [(1, 8, 5, 128), (4, 4, 4, 256)])
+def test_a_cta_takes_several_heads(tokens, groups, each, width, ctas):
+    check(draw(7, tokens, groups, each, width, 264), parts=1, ctas=ctas)
 
 
 @pytest.mark.parametrize(
