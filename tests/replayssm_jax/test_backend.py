@@ -212,22 +212,46 @@ def portable_residual_norm(x, parts, weight, *, eps, offset):
     return sums, (offset + weight)[None] * sums * scale
 
 
+def portable_attention_inputs(projected, k, v, position, norms, turns, *, parts):
+    """The contract of `attention_inputs.take_in`."""
+    first = parts.queries_every * parts.heads
+    units = projected.reshape(*projected.shape[:2], -1, parts.width)
+    q = units[:, :, : first : parts.queries_every]
+    new_k, new_v = jnp.split(units[:, :, first:], 2, axis=2)
+    taken = []
+    for i, x in enumerate((q, new_k)):
+        if norms is not None:
+            scale = jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + parts.eps)
+            x = x * scale * (parts.offset + norms[i])[None, None, None]
+        if turns is not None:
+            half = parts.rotated // 2
+            cos, sin = (turn[:, :, None] for turn in turns)
+            a, b, rest = jnp.split(x, (half, 2 * half), axis=3)
+            x = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=3)
+        taken.append(x)
+    row = jnp.arange(x.shape[0])[:, None, None]
+    column = (position[:, None] + jnp.arange(x.shape[1])[None])[:, :, None]
+    at = row, jnp.arange(parts.groups)[None, None], column
+    return taken[0], k.at[at].set(taken[1], mode="drop"), v.at[at].set(new_v, mode="drop")
+
+
 @pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
 def test_layers_of_few_rows_hand_the_kernels_what_they_ask_for(family, monkeypatch):
-    from pallas_kernels import products, residual_norm
+    from pallas_kernels import attention_inputs, products, residual_norm
 
     name, asked = f"tests.portable_{family}", []
     monkeypatch.setitem(sys.modules, name, portable_kernels(recurrence.RECURRENCES[family], name))
     monkeypatch.setitem(backend.KERNELS, family, name)
     monkeypatch.setattr(backend, "_kernel_product", portable_product)
     monkeypatch.setattr(backend, "_kernel_residual_norm", portable_residual_norm)
+    monkeypatch.setattr(backend, "_kernel_attention_inputs", portable_attention_inputs)
 
     def serves(check, *sizes):
         asked.append(check)
-        return check in (products.check, residual_norm.check)
+        return check in (products.check, residual_norm.check, attention_inputs.check)
 
     monkeypatch.setattr(backend, "_serves", serves)
-    model, texts = hot_model(family, layers=2), random_tokens(3, 24)
+    model, texts = hot_model(family, layers=None if family == "gated_delta" else 2), random_tokens(3, 24)
     cache = model.init_cache(3, 32, rs.ReplayConfig(buffer_length=5, window=2))
     cache = dataclasses.replace(cache, replay=dataclasses.replace(cache.replay, implementation="pallas"))
     _, cache = rs.prefill(model, texts[:, :16], np.array([3, 7, 5]), cache)
@@ -239,6 +263,7 @@ def test_layers_of_few_rows_hand_the_kernels_what_they_ask_for(family, monkeypat
         assert_close(logits[row], expected[row, p : p + 2])
     # Every layer's last product goes to the norm behind it.
     assert asked.count(residual_norm.check) >= 2 and asked.count(products.check) > 2
+    assert asked.count(attention_inputs.check) == sum(hasattr(layer, "k") for layer in cache.layers) > 0
     backend._kernel_step.clear_cache()
 
 
