@@ -219,7 +219,7 @@ def attend(
                 constant((ROWS,), _HIDDEN, vector),
                 constant((ROWS,), 0.0, vector),
             )
-            total, highest, sums, *carry = lax.fori_loop(first, end, one, (*start, *carry))
+            total, highest, sums, index, cursor = lax.fori_loop(first, end, one, (*start, *carry))
             if split:
                 # A part without columns has no sum.
                 part = lax.rem(cta, parts)
@@ -237,7 +237,7 @@ def attend(
                 queries[slot] = (total / lax.broadcast_in_dim(sums, total.shape, (0,))).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(queries.at[slot, pl.ds(0, rows)], out.at[pair, packed_rows])
-            return tuple(carry)
+            return index, cursor
 
         lax.fori_loop(0, count, attend_item, (jnp.int32(0), cursor))
         plgpu.wait_smem_to_gmem(0)

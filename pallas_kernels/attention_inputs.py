@@ -68,8 +68,8 @@ def take_in(
         warps = ((-6,) if each > 1 else ()) + ((plgpu.Replicated(_WARPS // each),) if each < _WARPS else ())
         return tiled_layout(plgpu, ((each, unit), (1, unit), (1, unit // 32)), warps, (-3,), -1)
 
-    def body(q_in: Any, kv_in: Any, k_ref: Any, v_ref: Any, position_in: Any, *rest: Any) -> None:
-        *rest, out = rest
+    def body(q_in: Any, kv_in: Any, k_ref: Any, v_ref: Any, position_in: Any, *arrays: Any) -> None:
+        *rest, out = arrays
         weights = dict(zip(("q", "k"), rest, strict=False)) if norms else {}
         token, chunk = lax.axis_index("token"), lax.axis_index("chunk")
         row = lax.div(token, tokens)

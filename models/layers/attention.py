@@ -57,7 +57,7 @@ def attend_projected(
     In a step on a GPU one kernel makes them and stores keys and values.
     """
     if layer is not None and segment.mode == "step" and segment.kernels:
-        weights = None if norms is None else tuple(norm.weight[...] for norm in norms)
+        weights = None if norms is None else (norms[0].weight[...], norms[1].weight[...])
         turned = None
         if theta is not None:
             turned = turns(segment.positions, rotary_dim=parts.rotated, theta=theta)
