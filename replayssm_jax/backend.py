@@ -350,9 +350,12 @@ def split_product(x: jax.Array, matrix: jax.Array) -> jax.Array | None:
 
 
 def product_split(rows: int, inputs: int, outputs: int) -> int:
-    """Parts of a product of so many rows that give every multiprocessor a tile of 128 x 128."""
+    """Parts of a product of so many rows, three at most: no more tiles of 128 x 128 than multiprocessors.
+
+    Measured on one H200 at 64 to 512 rows (bench/NOTES.md, "Products of a step").
+    """
     tiles = -(-rows // 128) * -(-outputs // 128)
-    counts = [n for n in (1, 2, 3, 4) if inputs % (64 * n) == 0 and n * tiles <= 132]
+    counts = [n for n in (1, 2, 3) if inputs % (64 * n) == 0 and n * tiles <= 132]
     return max(counts, default=1)
 
 
