@@ -394,6 +394,10 @@ def test_statistics_of_the_drafts():
     assert stats.ring_occupancy == entries / 16
     plain = generate(CHAIN, [[1]] * 2, Sampling(41)).stats
     assert (plain.tokens_per_step, plain.draft_acceptance) == (1.0, 0.0)
+    # The only token comes from the prefill: there is nothing to take a mean of.
+    none = generate(CHAIN, [[1]], Sampling(1), speculative=given).stats
+    assert (none.tokens, none.steps, none.tokens_per_step) == (1, 0, 0.0)
+    assert (none.draft_acceptance, none.flush_rate, none.ring_occupancy) == (0.0, 0.0, 0.0)
 
 
 # What is refused.
