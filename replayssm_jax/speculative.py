@@ -34,8 +34,8 @@ from replayssm_jax.sampling import (
 class Drafts:
     """Tokens that a drafter proposes for the positions after each row's newest token.
 
-    tokens: the first `count` (0..D) of each row are proposals, the rest are ignored, and all from the first on
-    that is no id of the vocabulary.
+    tokens: the first `count` (0..D) of each row are proposals, up to the first that is no id of the
+    vocabulary; the rest are ignored.
     probabilities: of the whole vocabulary at each draft, filtered as the target's: what the draft was drawn
     from. None when the drafter is deterministic.
     """
