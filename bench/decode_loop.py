@@ -198,7 +198,8 @@ class Run:
             return empty_cache(setting, network, *sizes), *states
 
         shapes, *state = jax.eval_shape(build, model)
-        self._build = build
+        # Compiled now, so that nothing is while others wait for the device.
+        self._build = build.lower(model).compile()
         self._state: tuple | None = None
         # Microseconds of every step of every repeat, where the device's clock is read.
         self.step_times: list[np.ndarray] = []

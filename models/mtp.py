@@ -21,7 +21,7 @@ from replayssm_jax.backend import resolve
 from replayssm_jax.cache import AttentionLayer, empty_attention, static
 from replayssm_jax.config import EagerConfig
 from replayssm_jax.replay import Segment, fresh_segment
-from replayssm_jax.speculative import Drafter, Drafts, at_index, draw_drafts
+from replayssm_jax.speculative import Drafter, Drafts, at_index, draw_draft
 
 Caches = tuple[AttentionLayer | None, ...]
 
@@ -130,19 +130,21 @@ class MTPDrafter(Drafter):
         entries = functools.partial(_entries, model, kernels=state.kernels)
         outputs, caches = entries(state.caches, following, state.hidden, position - state.waiting)
         output = at_index(outputs, last)
-        draft, q = draw_drafts(model.logits(output), prompt, position + 1, params)
+        logits = model.logits(output)
+        q = jnp.zeros((logits.shape[0], count, logits.shape[1]), jnp.float32)
+        draft, q = draw_draft(logits, prompt, position + 1, params, q, 0)
 
         def one_more(carry, place):
-            draft, output, caches = carry
+            draft, output, caches, q = carry
             outputs, caches = entries(caches, draft[:, None], output[:, None], position + place - 2)
-            draft, q = draw_drafts(model.logits(outputs[:, 0]), prompt, position + place, params)
-            return (draft, outputs[:, 0], caches), (draft, q)
+            draft, q = draw_draft(model.logits(outputs[:, 0]), prompt, position + place, params, q, place - 1)
+            return (draft, outputs[:, 0], caches, q), draft
 
         places = jnp.arange(2, 1 + count, dtype=jnp.int32)
-        (_, _, caches), (later, later_q) = jax.lax.scan(one_more, (draft, output, caches), places)
+        (_, _, caches, q), later = jax.lax.scan(one_more, (draft, output, caches, q), places)
         drafts = Drafts(
             tokens=jnp.concatenate([draft[:, None], later.T], axis=1),
-            probabilities=jnp.concatenate([q[:, None], jnp.moveaxis(later_q, 0, 1)], axis=1),
+            probabilities=q,
             count=jnp.full_like(token, count),
         )
         return drafts, dataclasses.replace(state, caches=caches)

@@ -14,7 +14,7 @@ from replayssm_jax.api import Loaded
 from replayssm_jax.cache import Cache
 from replayssm_jax.config import DecodingConfig, EagerConfig
 from replayssm_jax.replay import commit_core, prefill_core, step_core
-from replayssm_jax.speculative import Drafter, Drafts, NoDrafts, at_index, draw_drafts
+from replayssm_jax.speculative import Drafter, Drafts, NoDrafts, at_index, draw_draft
 
 NAMES = ("mtp", "ngram")
 
@@ -207,22 +207,22 @@ class ModelDrafter(Drafter):
         first = jnp.where(lacking > 0, state.last, token)
         logits, _, cache = step_core(self.network, jnp.stack([first, token], axis=1), cache)
         cache = commit_core(cache, 1 + lacking)
-        draft, q = draw_drafts(at_index(logits, lacking), prompt, position + 1, params)
+        q = jnp.zeros((token.shape[0], count, logits.shape[-1]), jnp.float32)
+        draft, q = draw_draft(at_index(logits, lacking), prompt, position + 1, params, q, 0)
 
         def one_more(carry, place):
-            draft, cache = carry
+            draft, cache, q = carry
             logits, _, cache = step_core(self.network, draft[:, None], cache)
             cache = commit_core(cache, jnp.ones_like(draft))
-            draft, q = draw_drafts(logits[:, 0], prompt, position + place, params)
-            return (draft, cache), (draft, q)
+            draft, q = draw_draft(logits[:, 0], prompt, position + place, params, q, place - 1)
+            return (draft, cache, q), draft
 
-        tokens, probabilities = draft[:, None], q[:, None]
+        tokens = draft[:, None]
         if count > 1:
             places = jnp.arange(2, 1 + count, dtype=jnp.int32)
-            (_, cache), (later, later_q) = jax.lax.scan(one_more, (draft, cache), places)
+            (_, cache, q), later = jax.lax.scan(one_more, (draft, cache, q), places)
             tokens = jnp.concatenate([tokens, later.T], axis=1)
-            probabilities = jnp.concatenate([probabilities, jnp.moveaxis(later_q, 0, 1)], axis=1)
-        return Drafts(tokens, probabilities, jnp.full_like(token, count)), replace(state, cache=cache)
+        return Drafts(tokens, q, jnp.full_like(token, count)), replace(state, cache=cache)
 
     def commit(self, model, state, tokens, hidden, accepted, position):
         cache = state.cache

@@ -135,19 +135,36 @@ def draw_drafts(
 ) -> tuple[Int32[Array, " B"], Float32[Array, "B V"]]:
     """Draw each row's draft for `position` from a drafter's raw logits.
 
-    Returns the tokens and the probabilities that they were drawn from, by the target's own filters.
+    Returns the tokens and the probabilities that they were drawn from, by the target's own filters; at
+    temperature 0, where nobody reads them, zeros.
     """
+    empty = jnp.zeros((logits.shape[0], 1, logits.shape[1]), jnp.float32)
+    tokens, probabilities = draw_draft(logits, prompt, position, params, empty, 0)
+    return tokens, probabilities[:, 0]
+
+
+def draw_draft(
+    logits: Float[Array, "B V"],
+    prompt: Int32[Array, " B"],
+    position: Int32[Array, " B"],
+    params: SamplingParams,
+    probabilities: Float32[Array, "B D V"],
+    index: int | Int32[Array, ""],
+) -> tuple[Int32[Array, " B"], Float32[Array, "B D V"]]:
+    """`draw_drafts` of draft `index`, whose probabilities are written into those of the window."""
     known = survey(logits, params)
 
-    def by_chance(logits, known):
+    def by_chance(logits, known, probabilities):
         filtered = warped(logits, params, known.largest)
         keys = token_keys(params.seed, prompt, position, Purpose.DRAFT)
-        return draw(filtered, keys), jax.nn.softmax(filtered, axis=-1)
+        chances = jax.nn.softmax(filtered, axis=-1)[:, None]
+        written = jax.lax.dynamic_update_slice_in_dim(probabilities, chances, index, axis=1)
+        return draw(filtered, keys), written
 
-    def greedily(logits, known):
-        return known.best, jax.nn.one_hot(known.best, logits.shape[-1], dtype=jnp.float32)
+    def greedily(logits, known, probabilities):
+        return known.best, probabilities
 
-    return jax.lax.cond(params.temperature > 0, by_chance, greedily, logits, known)
+    return jax.lax.cond(params.temperature > 0, by_chance, greedily, logits, known, probabilities)
 
 
 def usable(drafts: Drafts, vocab_size: Int32[Array, ""]) -> Drafts:
