@@ -257,6 +257,34 @@ def verification(records: Sequence[dict], window: int = 4) -> str:
     return rows_of_table(header, rows)
 
 
+def verification_grid(records: Sequence[dict]) -> str:
+    """Windows of depth cuts by T and batch, L = 16: milliseconds of both methods, ratios of tokens a second
+    with those of the floors in brackets, and peak memory of both; only steps of one file are compared."""
+    found: dict[tuple, dict[tuple[str, int], dict]] = {}
+    for record in records:
+        timed = record["op"] != "concurrency" and record["buffer_length"] == 16 and "drafter" not in record
+        if timed and record["depth_cut"] and record["shape"] not in STAND_INS:
+            place = record["shape"], record["layers"], record["file"], record["batch"]
+            found.setdefault(place, {})[record["method"], record["window"]] = record
+    windows = sorted({window for steps_of in found.values() for _, window in steps_of if window > 1})
+    rows = []
+    for window in windows:
+        for (shape, layers, _, batch), steps_of in sorted(found.items()):
+            replay, conventional = (steps_of.get((m, window)) for m in ("replay", "conventional"))
+            if replay is None or conventional is None:
+                continue
+            cells = [NAMES.get(shape, shape), f"{layers} (cut)", str(window), str(batch)]
+            cells += [f"{record['time_us'] / 1e3:.2f}" for record in (replay, conventional)]
+            for other in (conventional, steps_of.get(("eager", 1))):
+                cell = f"{replay['tokens_per_second'] / other['tokens_per_second']:.2f}" if other else "-"
+                bound = replay.get("bounds", {}).get(other["method"]) if other else None
+                cells.append(cell if bound is None else f"{cell} ({bound:.2f})")
+            cells += [f"{record['peak_bytes'] / 1e9:.1f}" for record in (replay, conventional)]
+            rows.append([*cells, replay.get("commit", "-")])
+    header = ["model", "layers", "T", "batch", "replay", "conventional", "over conventional", "over eager"]
+    return rows_of_table([*header, "peak GB, replay", "peak GB, conventional", "commit"], rows)
+
+
 def rows_that_fit(records: Sequence[dict], window: int = 4) -> list[tuple[dict, dict]]:
     """Records of the largest batch at T tokens a step: replay's and the conventional method's, by model and
     positions a row."""
@@ -305,6 +333,7 @@ def tables(paths: Sequence[Path]) -> dict[str, str]:
         "compile-times": (compile_times, whole),
         "transformers": (generation, read(paths, "bench.e2e_transformers")),
         "verification": (verification, read(paths, "bench.e2e_spec_decode_throughput")),
+        "verification-grid": (verification_grid, read(paths, "bench.e2e_spec_decode_throughput")),
         "verification-by-kind": (
             verification_by_kind,
             read(paths, "bench.e2e_spec_decode_throughput"),

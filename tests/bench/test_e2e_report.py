@@ -111,6 +111,28 @@ def test_verification_compares_tokens_a_second():
     ]
 
 
+def test_windows_of_cuts_by_tokens_and_batch():
+    common = {"shape": "nano-4b", "layers": 10, "depth_cut": True, "buffer_length": 16, "op": "verify"}
+    common |= {"file": "grid", "commit": "a", "batch": 8, "window": 2, "peak_bytes": 3e9}
+    replay = common | {"method": "replay", "time_us": 1500.0, "tokens_per_second": 30.0}
+    conventional = common | {"method": "conventional", "time_us": 2500.0, "tokens_per_second": 20.0}
+    records = [
+        replay | {"bounds": {"conventional": 1.75, "eager": 4.0}},
+        conventional,
+        common | {"method": "eager", "window": 1, "tokens_per_second": 10.0},
+        replay | {"drafter": "mtp", "tokens_per_second": 1.0},
+        replay | {"window": 4},
+        conventional | {"window": 4, "file": "another"},
+        replay | {"batch": 4},
+        conventional | {"batch": 4},
+        conventional | {"depth_cut": False, "layers": 42},
+    ]
+    assert e2e_report.verification_grid(records).splitlines()[2:] == [
+        "| Nemotron-3-Nano-4B | 10 (cut) | 2 | 4 | 1.50 | 2.50 | 1.50 | - | 3.0 | 3.0 | a |",
+        "| Nemotron-3-Nano-4B | 10 (cut) | 2 | 8 | 1.50 | 2.50 | 1.50 (1.75) | 3.00 (4.00) | 3.0 | 3.0 | a |",
+    ]
+
+
 def test_verified_windows_by_kind_of_kernel():
     replay = record("replay", 10400.0, kernels_us=KERNELS, window=4, commit="a")
     assert e2e_report.verification_by_kind([replay, record("eager", 1.0)]).splitlines()[2:] == [
