@@ -118,11 +118,12 @@ def convolve(
         def slot(ahead: int) -> jax.Array:
             return lax.rem(position + (columns + ahead), jnp.int32(columns))
 
-        past = [load(window.at[row, slot(i - (taps - 1)), here]) for i in range(taps - 1)]
+        # What does not wait for the position comes first.
         fresh = pl.ds(offset + first, CHUNK)
         new = [plgpu.load(projected.at[row, t, fresh], layout=layout, optimized=False) for t in range(tokens)]
         weights = [load(weight.at[tap, here]) for tap in range(taps)]
         shift = None if bias is None else load(rest[0].at[here])
+        past = [load(window.at[row, slot(i - (taps - 1)), here]) for i in range(taps - 1)]
         for t in range(tokens):
             window[row, slot(t), here] = new[t]
         line = past + [x.astype(jnp.float32) for x in new]

@@ -48,20 +48,21 @@ def add_then_norm(
         def load(ref: Any, layout: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
-        sums, squares = [], jnp.float32(0.0)
-        for here, layout in pieces:
+        def summed(here: Any, layout: Any) -> jax.Array:
             total = load(parts_in.at[0, row, here], layout)
             for part in range(1, addends):
                 total = total + load(parts_in.at[part, row, here], layout)
-            stored = (load(x_in.at[row, here], layout) + total).astype(dtype)
-            sums_out[row, here] = stored
-            z = stored.astype(jnp.float32)
-            sums.append(z)
-            squares = squares + jnp.sum(z * z)
+            return (load(x_in.at[row, here], layout) + total).astype(dtype)
+
+        # All loads come before the first store, which might be to the same place.
+        sums = [summed(*piece) for piece in pieces]
+        weights = [load(weight_in.at[here], layout) + offset for here, layout in pieces]
+        stored = [z.astype(jnp.float32) for z in sums]
+        squares = sum(jnp.sum(z * z) for z in stored)
         scale = lax.rsqrt(squares * (1.0 / channels) + eps)
-        for (here, layout), z in zip(pieces, sums, strict=True):
-            weights = load(weight_in.at[here], layout) + offset
-            normed_out[row, here] = (z * scale * weights).astype(dtype)
+        for (here, _), z, weight, total in zip(pieces, stored, weights, sums, strict=True):
+            sums_out[row, here] = total
+            normed_out[row, here] = (z * scale * weight).astype(dtype)
 
     stream = jax.ShapeDtypeStruct(x.shape, dtype)
     kernel = plgpu.kernel(
