@@ -22,6 +22,8 @@ CHUNK = 512
 _LANES = 128
 _TILE = 64
 _HEADS = 32
+# Rows of a CTA where there are many, and how many are.
+_ROWS, _MANY_ROWS = 4, 64
 
 
 def check(parts: Sequence[Part], dtype: Any, tokens: int, gates: Sequence[Gate] = ()) -> None:
@@ -56,6 +58,7 @@ def convolve(
     offset: int = 0,
     gates: Sequence[Gate] = (),
     constants: Sequence[Sequence[jax.Array]] = (),
+    rows: int | None = None,
     interpret: Any = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], jax.Array]:
     """silu(convolution) of T tokens, part by part [B, G, T, width] in the projection's dtype; the gates,
@@ -64,7 +67,8 @@ def convolve(
     window: [B, W, C] input columns, position p in column p mod W, W >= taps - 1 + T; written in place where
     the caller donates it. projected: [B, T, P], whose channels from `offset` on are the C new ones. weight:
     [taps, C], oldest tap first; bias: [C]. position: int32 [B], tokens of a row before these. gates: of other
-    channels of `projected`; constants: float32 [H] of every gate.
+    channels of `projected`; constants: float32 [H] of every gate. rows: that a CTA takes, a divisor of B;
+    None: several where there are many.
     """
     plgpu, dtype = mosaic_gpu(), projected.dtype
     (batch, columns, channels), tokens, taps = window.shape, projected.shape[1], weight.shape[0]
@@ -77,17 +81,21 @@ def convolve(
     taken = [weight] if bias is None else [weight, bias]
     flat = [array for arrays in constants for array in arrays]
     chunks = channels // CHUNK
+    if rows is None:
+        # It then reads the weights once for all of them and waits once for all their columns.
+        rows = _ROWS if tokens == 1 and batch % _ROWS == 0 and batch >= _MANY_ROWS else 1
     # Every warp has all heads.
     head_layout = tiled_layout(plgpu, ((_HEADS,), (1,)), (plgpu.Replicated(4),), (-2,), -1)
 
     def body(window: Any, projected: Any, position_in: Any, weight: Any, *rest: Any) -> None:
         ours = len(taken) - 1 + len(flat)
         heads_in, outputs = list(rest[len(taken) - 1 : ours]), rest[ours:]
-        row, first = lax.axis_index("row"), lax.axis_index("chunk") * CHUNK
+        first = lax.axis_index("chunk") * CHUNK
+        mine = [lax.axis_index("rows") * rows + i for i in range(rows)]
 
         @pl.when(first < channels)
         def _():
-            convolve_chunk(window, projected, position_in, weight, rest, outputs[: len(parts)], row, first)
+            convolve_chunk(window, projected, position_in, weight, rest, outputs[: len(parts)], mine, first)
 
         def load_heads(ref: Any) -> jax.Array:
             return plgpu.load(ref, layout=head_layout, optimized=False)
@@ -96,9 +104,10 @@ def convolve(
         def _():
             for gate, arrays, output in zip(gates, constants, outputs[len(parts) :], strict=True):
                 values = [load_heads(heads_in.pop(0)) for _ in arrays]
-                for t in range(tokens):
-                    raw = load_heads(projected.at[row, t, pl.ds(gate.first, gate.heads)])
-                    output[row, t] = gate_value(gate, raw, values, log1p=series_log1p)
+                for row in mine:
+                    for t in range(tokens):
+                        raw = load_heads(projected.at[row, t, pl.ds(gate.first, gate.heads)])
+                        output[row, t] = gate_value(gate, raw, values, log1p=series_log1p)
 
     def convolve_chunk(
         window: Any,
@@ -107,31 +116,35 @@ def convolve(
         weight: Any,
         rest: Any,
         outputs: Any,
-        row: Any,
+        mine: list,
         first: Any,
     ) -> None:
-        here, position = pl.ds(first, CHUNK), position_in[row]
+        here, fresh = pl.ds(first, CHUNK), pl.ds(offset + first, CHUNK)
 
         def load(ref: Any) -> jax.Array:
-            return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+            return plgpu.load(ref, layout=layout, optimized=False)
 
-        def slot(ahead: int) -> jax.Array:
+        def slot(position: Any, ahead: int) -> jax.Array:
             return lax.rem(position + (columns + ahead), jnp.int32(columns))
 
-        # What does not wait for the position comes first.
-        fresh = pl.ds(offset + first, CHUNK)
-        new = [plgpu.load(projected.at[row, t, fresh], layout=layout, optimized=False) for t in range(tokens)]
-        weights = [load(weight.at[tap, here]) for tap in range(taps)]
-        shift = None if bias is None else load(rest[0].at[here])
-        past = [load(window.at[row, slot(i - (taps - 1)), here]) for i in range(taps - 1)]
-        for t in range(tokens):
-            window[row, slot(t), here] = new[t]
-        line = past + [x.astype(jnp.float32) for x in new]
+        # What does not wait for the positions comes first.
+        positions = [position_in[row] for row in mine]
+        new = [[load(projected.at[row, t, fresh]) for t in range(tokens)] for row in mine]
+        weights = [load(weight.at[tap, here]).astype(jnp.float32) for tap in range(taps)]
+        shift = None if bias is None else load(rest[0].at[here]).astype(jnp.float32)
+        past = [
+            [load(window.at[row, slot(position, i - (taps - 1)), here]) for i in range(taps - 1)]
+            for row, position in zip(mine, positions, strict=True)
+        ]
+        for row, position, fresh_columns in zip(mine, positions, new, strict=True):
+            for t in range(tokens):
+                window[row, slot(position, t), here] = fresh_columns[t]
+        lines = [before + after for before, after in zip(past, new, strict=True)]
 
-        def outputs_of(t: int) -> jax.Array:
-            total = line[t] * weights[0]
+        def output_of(line: list, t: int) -> jax.Array:
+            total = line[t].astype(jnp.float32) * weights[0]
             for tap in range(1, taps):
-                total = total + line[t + tap] * weights[tap]
+                total = total + line[t + tap].astype(jnp.float32) * weights[tap]
             if shift is not None:
                 total = total + shift
             return (total / (1.0 + jnp.exp(-total))).astype(dtype)
@@ -140,13 +153,14 @@ def convolve(
 
             @pl.when((first >= begin) & (first < end))
             def _(part=part, output=output, begin=begin):
-                for t in range(tokens):
-                    values = outputs_of(t)
-                    if part.scale is not None:
-                        x = values.astype(jnp.float32)
-                        factor = lax.rsqrt(_warp_sums(plgpu, layout, x * x, fused) + 1e-6)
-                        values = (x * factor * part.scale).astype(dtype)
-                    _store(plgpu, layout, output.at[row], t, values, first - begin, fused)
+                for row, line in zip(mine, lines, strict=True):
+                    for t in range(tokens):
+                        values = output_of(line, t)
+                        if part.scale is not None:
+                            x = values.astype(jnp.float32)
+                            factor = lax.rsqrt(_warp_sums(plgpu, layout, x * x, fused) + 1e-6)
+                            values = (x * factor * part.scale).astype(dtype)
+                        _store(plgpu, layout, output.at[row], t, values, first - begin, fused)
 
     kernel = plgpu.kernel(
         body,
@@ -154,8 +168,8 @@ def convolve(
             jax.ShapeDtypeStruct((batch, part.groups, tokens, part.width), dtype) for part in parts
         )
         + tuple(jax.ShapeDtypeStruct((batch, tokens, gate.heads), jnp.float32) for gate in gates),
-        grid=(batch, chunks + (1 if gates else 0)),
-        grid_names=("row", "chunk"),
+        grid=(batch // rows, chunks + (1 if gates else 0)),
+        grid_names=("rows", "chunk"),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name="convolution",
         **({} if interpret is None else {"interpret": interpret}),

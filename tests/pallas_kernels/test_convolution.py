@@ -108,15 +108,15 @@ def check(parts, case, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "taps", "bias", "dtype"),
+    ("name", "tokens", "taps", "bias", "dtype", "rows"),
     [
-        ("normed", 3, 4, False, jnp.bfloat16),
-        pytest.param("plain", 1, 3, True, jnp.float16, marks=pytest.mark.slow),
+        ("normed", 3, 4, False, jnp.bfloat16, 2),
+        pytest.param("plain", 1, 3, True, jnp.float16, None, marks=pytest.mark.slow),
     ],
 )
-def test_the_interpreted_kernel_is_the_float64_loop(name, tokens, taps, bias, dtype):
+def test_the_interpreted_kernel_is_the_float64_loop(name, tokens, taps, bias, dtype, rows):
     case = draw(SMALL[name], 2, tokens, taps, bias=bias, dtype=dtype)
-    check(SMALL[name], case, interpret=launch.mosaic_gpu().InterpretGPUParams())
+    check(SMALL[name], case, rows=rows, interpret=launch.mosaic_gpu().InterpretGPUParams())
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("nano-4b", 1), ("qwen3.5-4b", 4)])
@@ -137,6 +137,12 @@ def test_the_kernel_lowers_to_cuda(name, tokens):
 def test_the_compiled_kernel_is_the_float64_loop(name, tokens):
     parts = (SMALL | PUBLISHED)[name]
     check(parts, draw(parts, 3, tokens, 4, bias=tokens == 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_cta_takes_several_rows(name):
+    check(PUBLISHED[name], draw(PUBLISHED[name], 68, 1, 4))
 
 
 @pytest.mark.parametrize(
