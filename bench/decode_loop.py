@@ -415,7 +415,7 @@ def line(record: dict) -> str:
         )
     compiled = f"compiled in {record['lowering_s'] + record['compile_s']:.0f} s"
     if record["op"] == "compile":
-        return f"{head} batch {record['batch']:4} {compiled} with the persistent cache"
+        return f"{head} batch {record['batch']:4} {compiled}"
     return (
         f"{head} batch {record['batch']:4} "
         f"{record['time_us']:9.0f} us a step, floor {record['floor_us']:9.0f}, "

@@ -8,8 +8,8 @@ the whole model, those of `--batches` a depth cut, marked so. Replay runs with t
 `--buffer-lengths`, `--phases` and `--formats` (what its outputs read, or that and the checkpoint's format as
 READ:RECURRENCE); every further value changes that one thing.
 
-With `--compile-times` the step's compilation, which every record has, starts from an empty persistent cache;
-records of the operation `compile` then have the times of processes that find the first whole model's there.
+With `--compile-times` nothing is decoded: records of the operation `compile` have the times of both methods'
+steps of the first whole model, from an empty persistent cache and, `cached`, from the one that this filled.
 
     python -m bench.e2e_decode_speedup --model nano-4b --batch-size 256 --commit HASH
 """
@@ -19,7 +19,6 @@ import dataclasses
 import operator
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 
 from bench import model_options
@@ -118,7 +117,9 @@ def main() -> None:
     parser.add_argument("--formats", type=words, default=["fp32"], help="of replay's states")
     parser.add_argument("--phases", type=words, default=["random"], help=f"some of {', '.join(PHASES)}")
     parser.add_argument("--profile", action="store_true", help="one more dispatch, summed by kind of kernel")
-    parser.add_argument("--compile-times", action="store_true", help="with and without the persistent cache")
+    parser.add_argument(
+        "--compile-times", action="store_true", help="and nothing else, without a cache and with"
+    )
     options = parser.parse_args()
     save, limits = model_options.results("e2e_decode_speedup", options)
     variants = [
@@ -147,16 +148,15 @@ def main() -> None:
         for context in options.contexts
     ]
     pairs = groups(variants, options.memory * 1e9)
-    cache = empty_compilation_cache() if options.compile_times else contextlib.nullcontext()
-    began = time.monotonic()
-    with cache:
-        records, left_out = run_all(pairs, save=save, **limits)
-        if options.compile_times:
-            run_all(
-                compilations(pairs),
-                save=lambda more, lost: save(records + more, left_out + lost),
-                **limits | {"jobs": 1, "time_limit": options.time_limit - (time.monotonic() - began)},
-            )
+    if options.compile_times:
+        measured = []
+        with empty_compilation_cache():
+            for cached in (False, True):
+                records, _ = run_all(compilations(pairs), save=lambda *_: None, **limits)
+                measured += [record | {"cached": cached} for record in records]
+        save(measured, [])
+        return
+    records, _ = run_all(pairs, save=save, **limits)
     print(speedups(records))
 
 

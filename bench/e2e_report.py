@@ -190,14 +190,13 @@ def compile_times(records: Sequence[dict]) -> str:
     """Seconds to trace, lower and compile the step of whole models, without and with the persistent cache."""
     found: dict[tuple, dict] = {}
     for record in records:
-        if not record["depth_cut"] and record["op"] in ("decode", "compile"):
+        if record["op"] == "compile":
             place = record["shape"], record["method"], record["batch"]
-            seconds = record["lowering_s"] + record["compile_s"]
-            found.setdefault(place, {}).setdefault(record["op"], seconds)
+            found.setdefault(place, {})[record.get("cached")] = record["lowering_s"] + record["compile_s"]
     rows = [
-        [NAMES.get(shape, shape), method, str(batch), f"{times['decode']:.0f}", f"{times['compile']:.0f}"]
+        [NAMES.get(shape, shape), method, str(batch), f"{times[False]:.0f}", f"{times[True]:.0f}"]
         for (shape, method, batch), times in sorted(found.items())
-        if len(times) == len(("decode", "compile"))
+        if {False, True} <= set(times)
     ]
     return rows_of_table(["model", "method", "batch", "empty cache", "from the cache"], rows)
 

@@ -38,7 +38,10 @@ RECORDS = [
     record("replay", 1800.0, batch=64, layers=10, depth_cut=True, context=1056),
     record("eager", 5000.0, batch=64, layers=10, depth_cut=True, context=4128),
     record("replay", 4800.0, batch=64, layers=10, depth_cut=True, context=4128),
-    WHOLE | {"batch": 256, "method": "replay", "op": "compile", "lowering_s": 4.0, "compile_s": 2.0},
+    *(
+        record("replay", 0.0, op="compile", compile_s=seconds, cached=cached)
+        for cached, seconds in ((False, 16.0), (True, 2.0))
+    ),
 ]  # fmt: skip
 
 
