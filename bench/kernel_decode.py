@@ -61,6 +61,8 @@ def worker(tasks: Any, results: Any, options: argparse.Namespace, deadline: floa
         del layer
         if start is None:
             finish(prepared.pop(), results, options, deadline)
+    if start is not None:
+        print(f"prepared {len(prepared)} cases", flush=True)
     while prepared:
         if start is not None and not start.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
