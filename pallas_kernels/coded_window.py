@@ -5,9 +5,7 @@ counts is work a tile: one warpgroup issues all copies, several tiles a step, on
 others read tiles, each warp its own, and no two warps of them ever wait for each other.
 """
 
-import functools
 import types
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import coded, numerics
 from pallas_kernels.coded_copies import Copies, landing_barriers
 from pallas_kernels.fold import claim
-from pallas_kernels.launch import TILE, LaunchParameters, Unsupported, mosaic_gpu
+from pallas_kernels.launch import TILE, LaunchParameters, mosaic_gpu
 from pallas_kernels.pipeline import (
     SMS,
     Geometry,
@@ -31,7 +29,7 @@ from pallas_kernels.pipeline import (
     run_kernel,
     shared_bytes,
 )
-from pallas_kernels.window_parts import Ahead, Work, aligned_head, append_group, split_stages
+from pallas_kernels.window_parts import aligned_head, append_group
 
 # A chunk is announced while the tiles of up to three before it are read.
 ANNOUNCED = 4
@@ -62,14 +60,9 @@ def stream_coded_window(
     format: str,
     launch: LaunchParameters,
     *,
-    before: Callable[[int], Work] | None = None,
     interpret: Any = None,
 ) -> None:
-    """As `window.stream_window`, from operands.copy, or the checkpoint where there is none, in `format`.
-
-    before(n): work that folds all rows that flush in n warpgroups before anything is read, as many as shared
-    memory allows; None: they are left alone.
-    """
+    """As `window.stream_window`, from operands.copy, or the checkpoint where there is none, in `format`."""
     plgpu = mosaic_gpu()
     geometry.check()
     recurrence.check(geometry)
@@ -128,19 +121,6 @@ def stream_coded_window(
         "ready": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "free": plgpu.Barrier(num_arrivals=workers, num_barriers=2),
     }
-    warpgroups = 1 + apart + workers
-    earlier = Ahead.fitting(
-        before, launch.flush_workers, warpgroups, scratch, registers=launch.ahead, fused=fused
-    )
-    if before is not None and earlier is None:
-        raise Unsupported(f"a flush of {tokens} tokens a step and {ring} slots takes too much shared memory")
-    if earlier is not None:
-        warpgroups = earlier.warpgroups
-        scratch |= earlier.scratch(plgpu)
-
-    def stages_or_work(stages: int) -> Any:
-        """The stages, in memory that the flush has used when they begin."""
-        return earlier.and_stages(plgpu, staged(stages)) if earlier else staged(stages)
 
     def waiting(stages: int, ctas: int) -> dict:
         """What the stages and the CTA's share of the plan need besides."""
@@ -158,19 +138,16 @@ def stream_coded_window(
         team = max(n for n in range(1, workers + 1) if workers % n == 0 and (n == 1 or 4 * n <= size))
         return workers if stages < workers // team else team
 
-    ctas, stages = fit(
-        launch, lambda stages: shared_bytes((scratch, stages_or_work(stages), waiting(stages, SMS)))
-    )
+    ctas, stages = fit(launch, lambda stages: shared_bytes((scratch, staged(stages), waiting(stages, SMS))))
     team = team_of(stages)
     teams = workers // team
     stages -= stages % teams
     program = coded.Step(codes, readers, geo, size, 4 * team, weight_heads, shared)
     ctas = min(ctas, geo.batch * row_steps)
     listed = listed_rows(geo.batch, ctas)
-    scratch |= {"stages": stages_or_work(stages)} | waiting(stages, ctas)
+    scratch |= staged(stages) | waiting(stages, ctas)
 
     def body(source: Any, buffers: dict) -> None:
-        buffers, work_buffers = split_stages(earlier, buffers)
         smem = types.SimpleNamespace(**buffers)
         state = source.copy or (source.state, source.scale)
         parts_of_state = dict(zip(("codes", "row_scales", "scales"), (*state, None), strict=False))
@@ -179,16 +156,11 @@ def stream_coded_window(
         cursor_in, counts_in = source.cursor, source.counts
         if fused:
             others = {"cursor", "chunks", "cursor_barrier", "known", "used", "ready", "free"}
-            others |= {"emptied", "earlier", "folded"}
+            others |= {"emptied"}
             plain = {name: buffer for name, buffer in buffers.items() if name not in others}
             pin_plain(plgpu, jax.tree.leaves(plain))
 
         cta = lax.axis_index("cta")
-        if earlier is not None:
-            place = cta, ctas
-            fold = functools.partial(earlier.run, plgpu, source, smem, work_buffers, place, counts_in[1])
-            pl.when(counts_in[1] > 0)(fold)
-
         total = counts_in[0] * row_steps
         begin, end = lax.div(cta * total, ctas), lax.div((cta + 1) * total, ctas)
         all_groups = counts_in[0] * groups
@@ -421,7 +393,7 @@ def stream_coded_window(
         for index, role in enumerate(roles):
             pl.when(lax.axis_index("warpgroup") == index)(role)
 
-    options = {"scratch": scratch, "warpgroups": warpgroups, "interpret": interpret}
+    options = {"scratch": scratch, "warpgroups": 1 + apart + workers, "interpret": interpret}
     run_kernel(body, operands.arguments(), ctas, "replay_coded_window", **options)
 
 

@@ -23,9 +23,8 @@ class LaunchParameters:
     """Launch parameters of a step: CTAs on the device, pipeline stages a CTA, rows a copy of ring keys;
     warpgroups of a CTA that flush; tiles in flight of the flush beside the window (0: a kernel of its own
     serves all rows that flush); whether CTAs claim their tiles, else they have equal shares. On coded copies:
-    tiles of a step at most, the warpgroups that read them, whether coefficients have a warpgroup apart from
-    the one that copies, and the registers of a thread that folds where all warpgroups fold the rows that
-    flush before they read (0: a kernel of its own does)."""
+    tiles of a step at most, the warpgroups that read them, and whether coefficients have a warpgroup apart
+    from the one that copies."""
 
     ctas: int
     stages: int
@@ -36,15 +35,14 @@ class LaunchParameters:
     step: int = 0
     workers: int = 1
     apart: bool = False
-    ahead: int = 0
 
 
 _DEFAULT_KIND = "NVIDIA H200"
 # Copies of one byte an element and less, measured on one H200.
 _CODED = {
-    ("mamba2", 4): LaunchParameters(132, 6, step=4, workers=2, claims=True, apart=True, ahead=152),
-    ("mamba2", 8): LaunchParameters(132, 4, step=4, workers=2, claims=True, apart=True, ahead=152),
-    ("gated_delta", 4): LaunchParameters(264, 2, step=4),
+    ("mamba2", 4): LaunchParameters(264, 2, step=4),
+    ("mamba2", 8): LaunchParameters(132, 4, step=4, workers=2, claims=True, apart=True),
+    ("gated_delta", 4): LaunchParameters(264, 2, step=4, claims=True),
     ("gated_delta", 8): LaunchParameters(264, 2, step=4),
 }
 

@@ -11,7 +11,6 @@ place.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -260,7 +259,7 @@ class _Call:
 
     def flushes_apart(self, parameters: launch.LaunchParameters) -> bool:
         """Whether a step needs a flush in a kernel of its own."""
-        return not (parameters.ahead if self.coded() else parameters.beside)
+        return self.coded() or not parameters.beside
 
     def window(
         self,
@@ -278,19 +277,15 @@ class _Call:
             options |= {"formats": self.formats, "interpret": interpret}
             return Work(*flush_work(rule, self.geometry, operands, workers=workers, **options), workers)
 
-        def ahead(rule: TokenRule) -> Callable[[int], Work]:
-            return functools.partial(work, rule, stages=1, claims=interpret is None)
-
         if self.coded():
             read = self.formats.read or self.formats.recurrence
-            before = ahead(flush) if flush is not None and parameters.ahead else None
-            options = {"before": before, "interpret": interpret}
-            stream_coded_window(rule, self.geometry, operands, read, parameters, **options)
+            stream_coded_window(rule, self.geometry, operands, read, parameters, interpret=interpret)
             return
         beside = before = None
         if flush is not None and parameters.beside:
             beside = work(flush, 1, stages=parameters.beside)
-            before = None if self.alone() else ahead(flush)
+            if not self.alone():
+                before = functools.partial(work, flush, stages=1, claims=interpret is None)
         if operands.copy:
             operands = dataclasses.replace(operands, state=operands.copy[0])
         if self.alone() and not rule.apart:

@@ -149,7 +149,7 @@ def stream_window(
     warpgroups = 1 + apart + (beside is not None)
     if beside is not None:
         scratch["beside"] = beside.scratch
-    earlier = Ahead.fitting(before, launch.flush_workers, warpgroups, scratch, fused=fused)
+    earlier = Ahead.fitting(before, launch.flush_workers, warpgroups, scratch, fused)
     if earlier is not None:
         warpgroups = earlier.warpgroups
         scratch |= earlier.scratch(plgpu)

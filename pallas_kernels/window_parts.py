@@ -9,9 +9,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.pipeline import CTA_SHARED_BYTES, Geometry, shared_bytes
-from pallas_kernels.rows import WARPGROUP
-
-SM_REGISTERS = 65536
 
 
 class Work(NamedTuple):
@@ -29,7 +26,6 @@ class Ahead:
 
     work: Work
     warpgroups: int
-    registers: int
     fused: bool
 
     @classmethod
@@ -39,25 +35,13 @@ class Ahead:
         most: int,
         warpgroups: int,
         scratch: dict,
-        *,
-        registers: int = 0,
         fused: bool,
     ) -> "Ahead | None":
         """The one of most warpgroups, up to `most`, that shared memory allows beside `scratch`; None where
-        there is none. warpgroups: of the kernel without it. registers: of a thread that folds, where it takes
-        some from the warpgroups that do not (0: its share)."""
+        there is none. warpgroups: of the kernel without it."""
         works = map(make, range(most, 0, -1)) if make else ()
         fitting = (one for one in works if shared_bytes((scratch, one.scratch)) <= CTA_SHARED_BYTES)
-        return next((cls(one, max(warpgroups, one.workers), registers, fused) for one in fitting), None)
-
-    def _shares(self) -> tuple[int, int, int] | None:
-        """Registers of a thread: of every warpgroup afterwards, of those that fold and of those that wait;
-        None where they stay as they are."""
-        all_registers, waiting = SM_REGISTERS // WARPGROUP, self.warpgroups - self.work.workers
-        share = all_registers // self.warpgroups // 8 * 8
-        if not self.fused or not waiting or self.registers <= share:
-            return None
-        return share, self.registers, (all_registers - self.registers * self.work.workers) // waiting // 8 * 8
+        return next((cls(one, max(warpgroups, one.workers), fused) for one in fitting), None)
 
     def _parts(self, barriers: bool) -> dict:
         return {name: x for name, x in self.work.scratch.items() if name.endswith("_landed") == barriers}
@@ -75,23 +59,12 @@ class Ahead:
         """Folds the plan's last `rows` rows; no warpgroup goes on before all have. source: references by
         name. buffers: its part of `and_stages`. place: the CTA and their number."""
         mine, work, (cta, ctas) = lax.axis_index("warpgroup"), self.work, place
-        folds, shares = mine < work.workers, self._shares()
 
-        def registers(who: jax.Array, action: Any, count: int) -> None:
-            pl.when(who)(lambda: plgpu.set_max_registers(count, action=action))
-
-        if shares is not None:
-            registers(~folds, "decrease", shares[2])
-            registers(folds, "increase", shares[1])
-
-        @pl.when(folds)
+        @pl.when(mine < work.workers)
         def _():
             worker, of_all = mine * ctas + cta, work.workers * ctas
             work.serve(source, worker, of_all, buffers | smem.earlier, rows, mine)
 
-        if shares is not None:
-            registers(folds, "decrease", shares[0])
-            registers(~folds, "increase", shares[0])
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.folded)
         plgpu.barrier_wait(smem.folded)
