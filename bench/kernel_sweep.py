@@ -5,8 +5,8 @@ true flush rate, random phases. Records are those of `bench.kernel_decode` with 
 nothing: it writes `pallas_kernels/launch_table.py` from the result files (`kernel_sweep*.json`). An entry of
 the table serves one recurrence, one width of a state element and windows up to the timed one (the widest:
 all). Of all combinations it has the one whose largest ratio to a shape's fastest is least; of several that
-are the same within half a percent, the one with most CTAs. Entries that were not timed stay. States fp8_e4m3 and nvfp4 are copies of an fp32 checkpoint; their parameters stand in
-`pallas_kernels/launch.py`.
+are the same within half a percent, the one with most CTAs. Entries that were not timed stay. States fp8_e4m3
+and nvfp4 are copies of an fp32 checkpoint; their parameters stand in `pallas_kernels/launch.py`.
 
     python -m bench.kernel_sweep --commit HASH [--only super:1:fp32,q122:4:nvfp4] [--workers 8] [--out PATH]
     python -m bench.kernel_sweep --table

@@ -38,6 +38,20 @@ def test_rows_flush_in_the_kernel_of_the_window(name, flushing):
     check_step(case, [row in flushing for row in range(32)])
 
 
+@pytest.mark.parametrize("every", [2, 16])
+@pytest.mark.parametrize("name", ["super", "q122"])
+def test_one_kernel_stores_what_two_do_every_time(name, every):
+    """Many rows: some CTAs read already while others fold."""
+    case = draw(name, 1, batch=256)
+    plan = launch.plan(jnp.arange(256) % every == 0, case.start, case.length)
+    arguments = *case.arguments()[:5], plan
+    parameters = launch.LaunchParameters(132, 4, claims=True)
+    wanted = jax.jit(functools.partial(case.kernels.step, parameters=parameters))(*arguments)
+    step = jax.jit(case.kernels.step)
+    same = jax.jit(lambda a, b: jax.tree.all(jax.tree.map(jnp.array_equal, a, b)))
+    assert [bool(same(step(*arguments), wanted)) for _ in range(40)] == [True] * 40
+
+
 @pytest.mark.parametrize("buffer_length", [8, 32])
 @pytest.mark.parametrize("name", ["super", "q122"])
 def test_step_at_other_buffer_lengths(name, buffer_length):

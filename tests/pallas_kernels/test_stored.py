@@ -204,7 +204,7 @@ def test_compiled_steps_store_the_bits_of_the_portable_formats(name, formats, to
 @pytest.mark.gpu
 @pytest.mark.parametrize("flushing", [[3, 11], range(2, 30), range(32)], ids=["few", "many", "all"])
 @pytest.mark.parametrize("name", ["super", "q122"])
-def test_rows_flush_before_others_read_codes(name, flushing):
+def test_rows_flush_while_others_read_codes(name, flushing):
     case = cases.draw(SHAPES[name], batch=32, tokens=1, buffer_length=16, slots=launch.ring_slots(16, 1))
     check_stored_step(case, [row in flushing for row in range(32)], Formats("fp32", "nvfp4"))
 
