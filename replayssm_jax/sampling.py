@@ -319,7 +319,8 @@ def least_kept(
 
 def _top_k_top_p(logits: Float[Array, "*B V"], largest: Float32[Array, "*B"], params: SamplingParams):
     size = logits.shape[-1]
-    descending = -jnp.sort(-within_vocabulary(logits, params.vocab_size), axis=-1)
+    # Equal logits need no order among them; a stable sort would carry their places along.
+    descending = -jnp.sort(-within_vocabulary(logits, params.vocab_size), axis=-1, stable=False)
     rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     last = jnp.clip(jnp.where(params.top_k > 0, params.top_k, size), 1, size) - 1
     kept = descending >= jax.lax.dynamic_slice_in_dim(descending, last, 1, axis=-1)
