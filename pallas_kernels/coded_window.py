@@ -304,7 +304,7 @@ def stream_coded_window(
             def one(carry: tuple) -> tuple:
                 number, done, chunk, after = carry
                 if claims and fused:
-                    ticket = claim(plgpu, counts_in, tickets - 1)
+                    ticket = claim(plgpu, counts_in, tickets - 1, place=3)
 
                 def issue(offset: jax.Array, carry: None) -> None:
                     wait(smem.emptied, stages, done + offset - stages)
