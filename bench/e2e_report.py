@@ -50,10 +50,11 @@ class Place(NamedTuple):
 
 
 def read(paths: Iterable[Path], bench: str) -> list[dict]:
-    """Records of the result files among `paths` that a benchmark wrote, with their file's name and commit."""
+    """Records of the result files among `paths` that a benchmark wrote, with their file's name, commit and
+    device."""
     results = {path.stem: json.loads(path.read_text()) for path in paths}
     return [
-        record | {"commit": result.get("commit", "-"), "file": name}
+        record | {"commit": result.get("commit", "-"), "file": name, "on": result.get("device", "-")}
         for name, result in results.items()
         if result["bench"] == bench
         for record in result["records"]
@@ -312,12 +313,14 @@ def concurrency(records: Sequence[dict]) -> str:
 def real_drafts(records: Sequence[dict]) -> str:
     """Decoding with drafters that run: tokens a second, and what a step takes and commits."""
     rows = []
-    for record in sorted(records, key=lambda record: (record["model"], record["batch"])):
+    for record in sorted(records, key=lambda record: (record["on"], record["model"], record["batch"])):
         drafter, batch = record["drafter"] or "-", str(record["batch"])
-        cells = [f"`{record['model']}`", batch, record["method"], drafter, str(record["window"])]
+        device = record["on"].split(",")[0].removeprefix("gpu NVIDIA ").removeprefix("cpu ")
+        cells = [device, f"`{record['model']}`", batch, record["method"], drafter, str(record["window"])]
         cells += [f"{record['tokens_per_second']:,.0f}", f"{record['step_us'] / 1e3:.2f}"]
         rows.append([*cells, f"{record['committed']:.2f}", f"{record['equal']} of {batch}"])
-    header = ["model", "batch", "method", "drafter", "T", "tokens/s", "ms a step", "tokens a step"]
+    header = ["device", "model", "batch", "method", "drafter", "T"]
+    header += ["tokens/s", "ms a step", "tokens a step"]
     return rows_of_table([*header, "texts as eager's"], rows)
 
 

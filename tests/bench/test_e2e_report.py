@@ -144,6 +144,19 @@ def test_verified_windows_by_kind_of_kernel():
     ]
 
 
+def test_real_drafts_by_device():
+    drafted = {"model": "tiny", "batch": 2, "method": "replay", "drafter": "mtp", "window": 4, "equal": 1}
+    drafted |= {"tokens_per_second": 1234.5, "step_us": 2500.0, "committed": 2.625}
+    records = [
+        drafted | {"on": "gpu NVIDIA H200, 1 device(s)"},
+        drafted | {"on": "cpu x86_64, 1 device(s)", "drafter": None, "window": 1},
+    ]
+    assert e2e_report.real_drafts(records).splitlines()[2:] == [
+        "| x86_64 | `tiny` | 2 | replay | - | 1 | 1,234 | 2.50 | 2.62 | 1 of 2 |",
+        "| H200 | `tiny` | 2 | replay | mtp | 4 | 1,234 | 2.50 | 2.62 | 1 of 2 |",
+    ]
+
+
 def test_rows_that_fit_are_compared_at_equal_lengths():
     common = {"shape": "nano-4b", "op": "concurrency", "window": 4, "memory_bytes": 10**11, "commit": "a"}
     records = [
