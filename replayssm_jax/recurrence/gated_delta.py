@@ -30,6 +30,7 @@ from replayssm_jax.recurrence.segment import (
     segment_sum,
     slot_age,
     suffix_sum,
+    unit_lower_inverse,
 )
 
 
@@ -138,9 +139,7 @@ def _chunk(
     log_decay, q = heads_first(inputs.log_decay), reader.astype(jnp.float32)
     decay = jnp.exp(segment_sum(log_decay))
     interactions, right = _updates(state, inputs, decay)
-    updates = jax.lax.linalg.triangular_solve(
-        interactions, right, left_side=True, lower=True, unit_diagonal=True
-    )
+    updates = einsum("bhij,bhjv->bhiv", unit_lower_inverse(interactions), right)
     scores = per_head(einsum("bgik,bgjk->bgij", q, inputs.k.astype(jnp.float32)), state.shape[1])
     weights = jnp.where(causal(q.shape[2], itself=True), decay * scores, 0.0)
     carried = read_state(state, per_head(q, state.shape[1]))
