@@ -94,8 +94,8 @@ def unit_lower_inverse(interactions: Float32[Array, "B H T T"]) -> Float32[Array
     """Returns (I + A)^-1 for a strictly lower triangular A.
 
     Blocks on the diagonal double in size: [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]. These are
-    products alone. A CPU's triangular solve is a BLAS call a head, whose threads wait for each other a hundred
-    times longer than one of them computes when other programs keep the cores busy.
+    products alone. A CPU's triangular solve is a BLAS call a head, whose threads wait for each other a
+    hundred times longer than one of them computes when other programs keep the cores busy.
     """
     tokens = interactions.shape[-1]
     place = jnp.arange(tokens, dtype=jnp.int32)
