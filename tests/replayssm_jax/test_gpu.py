@@ -15,6 +15,8 @@ import pytest
 from flax import nnx
 
 import replayssm_jax as rs
+from models.config import MTPConfig
+from models.mtp import _entries
 from models.nemotron_h import NemotronH
 from models.qwen3_5 import Qwen35
 from replayssm_jax import backend
@@ -264,3 +266,41 @@ def test_kernels_around_the_recurrence_change_no_step(family, monkeypatch):
     assert {name for name, _ in asked} == around | ({"gated_norm"} if family == "mamba2" else set())
     np.testing.assert_array_equal(*windows)
     assert rms_error(*logits) < 3e-2
+
+
+def test_a_heads_entries_by_the_kernels_are_those_of_the_portable_backend(monkeypatch):
+    head = MTPConfig(layers=("full_attention",))
+    sizes = {"head_dim": 64, "num_attention_heads": 16, "rotary_dim": 16, "hidden_size": 512, "mtp": head}
+    layers = {"layer_types": ("linear_attention",)}
+    with on_cpu():
+        config = qwen_config(**sizes, **layers)
+        model = to_gpu(randomize(lambda: Qwen35(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+        rng = np.random.default_rng(2)
+        caches = jax.tree.map(
+            lambda leaf: to_gpu(np.asarray(rng.normal(size=leaf.shape), leaf.dtype)),
+            model.mtp.init_caches(3, 64, jnp.bfloat16),
+        )
+    serves, asked = backend._serves, []
+
+    def decide(check, *sizes):
+        served = serves(check, *sizes)
+        asked.append((check.__module__.removeprefix("pallas_kernels."), served))
+        return served
+
+    monkeypatch.setattr(backend, "_serves", decide)
+    entries = jax.jit(_entries, static_argnames="kernels")
+    # The last row's entries reach the end of its keys and values.
+    for count, position in ((4, [9, 0, 60]), (1, [30, 63, 7])):
+        tokens, position = to_gpu(random_tokens(3, count)), to_gpu(np.array(position, np.int32))
+        hidden = to_gpu(np.asarray(rng.normal(size=(3, count, 512)), jnp.bfloat16))
+        found, expected = (
+            jax.tree.map(
+                lambda leaf: np.asarray(leaf.astype(jnp.float32)),
+                entries(model, caches, tokens, hidden, position, kernels=kernels),
+            )
+            for kernels in (True, False)
+        )
+        assert ("attention", True) in asked
+        asked.clear()
+        for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            assert rms_error(one, other) < 2e-2
