@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.numerics import gate_value
 from pallas_kernels.parts import AttentionParts, Gate, Part
+from replayssm_jax.buckets import PREFILL_CHUNK
 from replayssm_jax.config import DEFAULT_REPLAY, DecodingConfig, EagerConfig, ReplayConfig
 from replayssm_jax.precision import Stored, format_of
 
@@ -55,6 +56,15 @@ def default_method(model: Any, rows: int) -> DecodingConfig:
     if not specs or size_refusal(EagerConfig(), specs, rows) is not None:
         return DEFAULT_REPLAY
     return EagerConfig() if all(eager_is_sooner(spec, rows) for spec in specs) else DEFAULT_REPLAY
+
+
+def prefill_tokens() -> int:
+    """Tokens up to which prompts share a prefill call on the default device: 1 where each has its own.
+
+    A GPU has read all weights for every call, and takes a few hundred tokens in the time of sixteen. A CPU is
+    busy with the products of one short prompt.
+    """
+    return 1 if _default_device().platform == "cpu" else PREFILL_CHUNK
 
 
 def eager_is_sooner(spec: Any, rows: int) -> bool:

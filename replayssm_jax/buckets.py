@@ -1,8 +1,12 @@
 """Shapes that prompts are cut into, so that prompt lengths do not decide how often XLA compiles."""
 
+from collections.abc import Sequence
+
 SMALLEST_BUCKET = 16
 PREFILL_CHUNK = 512
 LENGTH_STEP = 256
+# Prompts that share a call have a cache of their own on their way in: at most this part of the batch's rows.
+GROUP_SHARE = 8
 
 
 def prefill_buckets(max_length: int) -> tuple[int, ...]:
@@ -28,6 +32,48 @@ def prefill_chunks(length: int, max_length: int) -> list[tuple[int, int]]:
     if rest:
         chunks.append((next(size for size in buckets if size >= rest), rest))
     return chunks
+
+
+def rows_together(bucket: int, batch: int, tokens: int) -> int:
+    """Rows of the program that takes prompts' last chunks of this bucket, in a batch of so many rows.
+
+    tokens: that one call may take. Which prompts wait, and how many, does not matter: a prompt always passes
+    through the same programs.
+    """
+    return max(1, min(tokens // bucket, batch // GROUP_SHARE))
+
+
+def covering_lengths(longest: int, max_length: int, batch: int, tokens: int) -> list[int]:
+    """Lengths of prompts that pass through every program that prompts up to the longest may need."""
+    lengths, below = [], 0
+    top = prefill_buckets(max_length)[-1]
+    for bucket in prefill_buckets(max_length):
+        if longest - top > below and rows_together(bucket, batch, tokens) > 1:
+            # Whole chunks have a row of their own, which then joins a group.
+            lengths.append(top + min(bucket, longest - top))
+        elif longest > below:
+            lengths.append(min(bucket, longest))
+        below = bucket
+    return lengths
+
+
+def prefill_groups(
+    lengths: Sequence[int], max_length: int, batch: int, tokens: int
+) -> list[tuple[int, list[int]]]:
+    """Prompts of these lengths that are prefilled together: (rows of the program, indices into `lengths`).
+
+    A group's prompts have the same last bucket and are no more than the program has rows.
+    """
+    by_bucket: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        bucket, _ = prefill_chunks(length, max_length)[-1]
+        by_bucket.setdefault(bucket, []).append(index)
+    groups = []
+    for bucket in sorted(by_bucket):
+        rows = rows_together(bucket, batch, tokens)
+        members = by_bucket[bucket]
+        groups += [(rows, members[i : i + rows]) for i in range(0, len(members), rows)]
+    return groups
 
 
 def rounded_length(need: int, limit: int | None) -> int:

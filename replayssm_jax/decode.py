@@ -1,4 +1,4 @@
-"""The device side of generation: a prompt enters a row by chunks, rows then decode windows.
+"""The device side of generation: prompts enter rows by chunks, rows then decode windows.
 
 A window is a row's newest token and its drafts: one token in plain decoding, whose drafter is `NoDrafts`.
 Everything that changes from call to call (lengths, positions, options, which rows are busy, how many drafts
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.numerics import hash_uint32
-from replayssm_jax.cache import Cache, reset, static
+from replayssm_jax.cache import Cache, insert, reset, static
 from replayssm_jax.config import DecodingConfig
 from replayssm_jax.replay import commit_core, prefill_core, step_core, will_flush
 from replayssm_jax.sampling import Purpose, SamplingParams, ends_text, sample, token_keys
@@ -122,72 +122,84 @@ def empty_state(
 
 
 @jax.jit
-def select_state(drafter: FlatModel, state: Any, row: Int32[Array, ""]) -> Any:
-    """A drafter's state of one row."""
-    return drafter.unflatten().select(state, row[None])
-
-
-@functools.partial(jax.jit, donate_argnums=1)
-def insert_state(drafter: FlatModel, state: Any, part: Any, row: Int32[Array, ""]) -> Any:
-    """A drafter's state with the one row of `part` in place of `row`."""
-    return drafter.unflatten().insert(state, part, row[None])
+def select_state(drafter: FlatModel, state: Any, rows: Int32[Array, " n"]) -> Any:
+    """A drafter's state of the given rows."""
+    return drafter.unflatten().select(state, rows)
 
 
 @functools.partial(jax.jit, donate_argnums=(1, 2))
-def clear_row(
+def insert_rows(
     drafter: FlatModel,
     cache: Cache,
     state: Any,
-    prompt: Int32[Array, ""],
-    flush_at: Int32[Array, ""],
+    part: Cache,
+    part_state: Any,
+    rows: Int32[Array, " n"],
+) -> tuple[Cache, Any]:
+    """A cache and drafter's state with those of a part in place of `rows`; indices beyond are dropped."""
+    return insert(cache, part, rows), drafter.unflatten().insert(state, part_state, rows)
+
+
+@functools.partial(jax.jit, donate_argnums=(1, 2))
+def clear_rows(
+    drafter: FlatModel,
+    cache: Cache,
+    state: Any,
+    prompts: Int32[Array, " n"],
+    flush_at: Int32[Array, " n"],
     params: SamplingParams,
 ) -> tuple[Cache, Any]:
-    """Empty a one-row cache and drafter's state for a prompt, with its own seed and first window."""
-    row = jnp.zeros((1,), jnp.int32)
-    seeds = hash_uint32(params.seed, prompt.astype(jnp.uint32))[None]
-    cache = replace(reset(cache, row, seeds), flush_at=flush_at[None])
-    return cache, drafter.unflatten().reset(state, row)
+    """Empty a cache and drafter's state of n rows for as many prompts, with their seeds and first windows."""
+    rows = jnp.arange(prompts.shape[0], dtype=jnp.int32)
+    seeds = hash_uint32(params.seed, prompts.astype(jnp.uint32))
+    cache = replace(reset(cache, rows, seeds), flush_at=flush_at)
+    return cache, drafter.unflatten().reset(state, rows)
 
 
 @functools.partial(jax.jit, donate_argnums=(4, 5))
 def prefill_chunk(
     model: FlatModel,
     drafter: FlatModel,
-    tokens: Int32[Array, "1 S"],
-    lengths: Int32[Array, " 1"],
+    tokens: Int32[Array, "n S"],
+    lengths: Int32[Array, " n"],
     cache: Cache,
     state: Any,
-) -> tuple[Float[Array, "1 V"], Cache, Any]:
-    """`prefill` of one chunk of a prompt, by the model and by the drafter."""
+) -> tuple[Float[Array, "n V"], Cache, Any]:
+    """`prefill` of one chunk of n prompts, by the model and by the drafter."""
     network, position = model.unflatten(), cache.position
     logits, hidden, cache = prefill_core(network, tokens, lengths, cache)
     state = drafter.unflatten().prefill(network, state, tokens, hidden, lengths, position)
     return logits, cache, state
 
 
-@jax.jit
-def first_token(
-    logits: Float[Array, "1 V"],
-    prompt: Int32[Array, ""],
-    position: Int32[Array, ""],
+@functools.partial(jax.jit, donate_argnums=0)
+def first_tokens(
+    rows: Rows,
+    places: Int32[Array, " n"],
+    logits: Float[Array, "n V"],
+    prompts: Int32[Array, " n"],
+    position: Int32[Array, " n"],
     remaining: Int32[Array, ""],
     params: SamplingParams,
-) -> tuple[Rows, Float32[Array, " 1"]]:
-    """Draw the token at `position` from a prompt's prefill logits; returns a row and the token's logprob.
+) -> tuple[Rows, Int32[Array, " n"], Float32[Array, " n"]]:
+    """Draw the tokens at `position` from prompts' prefill logits and give the prompts their rows.
 
-    remaining: tokens the prompt may draw, this one included.
+    places: which rows; indices beyond the last are dropped. remaining: tokens a prompt may draw, this one
+    included. Returns all rows, and the tokens with their logprobs.
     """
-    yes = jnp.ones((1,), bool)
-    row = Rows(
-        token=jnp.zeros((1,), jnp.int32),
+    yes = jnp.ones(places.shape, bool)
+    new = Rows(
+        token=jnp.zeros(places.shape, jnp.int32),
         active=yes,
-        remaining=remaining[None],
-        prompt=prompt[None],
+        remaining=jnp.broadcast_to(remaining, places.shape),
+        prompt=prompts,
         finite=yes,
     )
-    keys = token_keys(params.seed, row.prompt, position[None], Purpose.SAMPLE)
+    keys = token_keys(params.seed, prompts, position, Purpose.SAMPLE)
     token, logprob, finite = sample(logits, keys, params)
-    return _moved_on(row, token, jnp.ones((1,), jnp.int32), finite, params), logprob
+    new = _moved_on(new, token, jnp.ones_like(places), finite, params)
+    rows = jax.tree.map(lambda old, one: old.at[places].set(one, mode="drop"), rows, new)
+    return rows, new.token, logprob
 
 
 def _moved_on(
@@ -207,12 +219,6 @@ def _moved_on(
         prompt=rows.prompt,
         finite=rows.finite & finite,
     )
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def seat(rows: Rows, one: Rows, row: Int32[Array, ""]) -> Rows:
-    """Put one row in the place of row `row`."""
-    return jax.tree.map(lambda old, new: old.at[row].set(new[0]), rows, one)
 
 
 def _verify(

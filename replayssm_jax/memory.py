@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 
+from replayssm_jax import backend
+from replayssm_jax.buckets import SMALLEST_BUCKET, rows_together
 from replayssm_jax.config import DecodingConfig
 from replayssm_jax.speculative import Drafter, NoDrafts
 
@@ -28,19 +30,25 @@ def row_bytes(
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
+def with_group(rows: int) -> int:
+    """Rows of a batch and, but for a single one, of the largest group of prompts on their way in."""
+    group = rows_together(SMALLEST_BUCKET, rows, backend.prefill_tokens())
+    # Beside a group, whole chunks of long prompts have a row of their own.
+    return rows + (0 if rows <= 1 else group + (group > 1))
+
+
 def refuse_what_cannot_fit(
     model: Any, rows: int, max_length: int, replay: DecodingConfig | None, drafter: Drafter | None = None
 ) -> None:
-    """Raises ValueError saying how many rows would fit, when `rows` rows (and one to prefill into) do not."""
+    """Raises ValueError saying how many rows would fit, when `rows` rows, and those to prefill, do not."""
     free = free_bytes(model)
     if free is None:
         return
     each = row_bytes(model, max_length, replay, drafter)
-    spare = 0 if rows == 1 else 1
-    if (rows + spare) * each <= free:
+    if with_group(rows) * each <= free:
         return
-    fitting = max(free // each - 1, 0) or int(free >= each)
+    fitting = next(count for count in range(rows, -1, -1) if with_group(count) * each <= free)
     raise ValueError(
-        f"{rows} rows of {max_length} positions need {(rows + spare) * each / 1e9:.2f} GB of cache, but "
+        f"{rows} rows of {max_length} positions need {with_group(rows) * each / 1e9:.2f} GB of cache, but "
         f"{free / 1e9:.2f} GB are free: {fitting} rows would fit (max_rows)."
     )

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replayssm_jax.buckets import prefill_chunks
-from replayssm_jax.cache import Cache, insert, select
+from replayssm_jax import backend
+from replayssm_jax.buckets import prefill_chunks, prefill_groups, rows_together
+from replayssm_jax.cache import Cache, select
 from replayssm_jax.compilations import Compilations
 from replayssm_jax.config import DecodingConfig, ReplayConfig
 from replayssm_jax.decode import (
@@ -20,14 +21,13 @@ from replayssm_jax.decode import (
     FlatModel,
     Rows,
     Window,
-    clear_row,
+    clear_rows,
     decode,
     empty_cache,
     empty_state,
-    first_token,
-    insert_state,
+    first_tokens,
+    insert_rows,
     prefill_chunk,
-    seat,
     select_state,
     settle,
     verify,
@@ -41,6 +41,10 @@ STREAMED_TOKENS = 4
 
 # Row, new tokens, their log-probabilities.
 Fresh = tuple[int, list[int], list[float]]
+# A row and the request that it is given.
+Seat = tuple[int, "Request"]
+# Rows to prefill: their cache and drafter's state.
+Part = tuple[Cache, Any]
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,10 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
+
+
+def _padded(values: list[int], count: int, filler: int = 0) -> np.ndarray:
+    return np.array(values + [filler] * (count - len(values)), np.int32)
 
 
 def spreading_is_free(replay: DecodingConfig) -> bool:
@@ -146,7 +154,8 @@ class Scheduler:
         self._params = sampling_params(sampling, vocab_size, stop_ids)
         self._resumed = cache is not None
         self._in_row: dict[int, Request] = {}
-        self._part: tuple[Cache, Any] | None = None
+        self._prefill_tokens = backend.prefill_tokens()
+        self._parts: dict[int, Part] = {}
         self._window: Window | None = None
         if cache is None:
             with self._compilations:
@@ -229,9 +238,18 @@ class Scheduler:
         """Prefill requests of the queue into free rows; returns their first tokens."""
         began = time.perf_counter()
         with self._compilations:
-            admitted = {row: self._admit(row, self._queue.popleft()) for row in self._free_rows()}
-            admitted, finite = jax.device_get((admitted, self._rows.finite))
-        fresh = [(row, token.tolist(), logprob.tolist()) for row, (token, logprob) in admitted.items()]
+            seats = [(row, self._queue.popleft()) for row in self._free_rows()]
+            self._in_row.update(seats)
+            groups = self._groups(seats)
+            drawn = [self._admit(group, rows) for rows, group in groups]
+            drawn, finite = jax.device_get((drawn, self._rows.finite))
+        fresh = []
+        for (_, group), (tokens, logprobs) in zip(groups, drawn, strict=True):
+            for (row, _), token, logprob in zip(group, tokens.tolist(), logprobs.tolist(), strict=False):
+                fresh.append((row, [token], [logprob]))
+        fresh.sort()
+        if not self._queue:
+            self._parts.clear()
         self._refuse_not_finite(fresh, finite)
         self._prefill_seconds += time.perf_counter() - began
         return fresh
@@ -242,44 +260,82 @@ class Scheduler:
             return [request.index for request in self._queue]
         return [row for row in range(self.batch) if row not in self._in_row][: len(self._queue)]
 
-    def _admit(self, row: int, request: Request) -> tuple[jax.Array, jax.Array]:
-        """Feed a request's tokens, give it the row and draw its first token; returns that and its logprob."""
-        self._in_row[row] = request
-        part, state = self._one_row(row, request)
-        logits = None
-        start = 0
-        for size, count in prefill_chunks(len(request.fed), self._max_length):
-            tokens = np.zeros((1, size), np.int32)
-            tokens[0, :count] = request.fed[start : start + count]
-            lengths = np.array([count], np.int32)
-            logits, part, state = prefill_chunk(self._model, self._drafter, tokens, lengths, part, state)
-            start += count
+    def _groups(self, seats: list[Seat]) -> list[tuple[int, list[Seat]]]:
+        """Requests that are prefilled together, and the rows of the program that does it."""
+        lengths = [len(request.fed) for _, request in seats]
+        groups = prefill_groups(lengths, self._max_length, self.batch, self._prefill_tokens)
+        return [(rows, [seats[i] for i in members]) for rows, members in groups]
+
+    def _admit(self, seats: list[Seat], rows: int) -> tuple[jax.Array, jax.Array]:
+        """Feed the tokens of at most `rows` requests, give them their rows and draw their first tokens.
+
+        Returns those and their logprobs, [rows].
+        """
+        part = self._part(seats, rows)
+        last = []
+        for place, seat in enumerate(seats):
+            *whole, (bucket, count) = prefill_chunks(len(seat[1].fed), self._max_length)
+            last.append(seat[1].fed[-count:])
+            if whole:
+                # Chunks before the last have a program of one row.
+                alone = part if rows == 1 else self._part([seat], 1)
+                for number, (size, _) in enumerate(whole):
+                    _, alone = self._prefilled(alone, [seat[1].fed[number * size :][:size]], size)
+                if rows == 1:
+                    part = alone
+                else:
+                    part = insert_rows(self._drafter, *part, *alone, np.array([place], np.int32))
+                    self._parts[1] = alone
+        logits, part = self._prefilled(part, last, bucket)
+        places = _padded([row for row, _ in seats], rows, self.batch)
         if self.batch == 1:
-            self.cache, self.state = part, state
+            self.cache, self.state = part
         else:
-            self.cache = insert(self.cache, part, [row])
-            self.state = insert_state(self._drafter, self.state, state, np.int32(row))
-            self._part = part, state
-        position, new = request.committed + len(request.fed), self._sampling.max_new_tokens
-        one, logprob = first_token(
-            logits, np.int32(request.index), np.int32(position), np.int32(new), self._params
+            self.cache, self.state = insert_rows(self._drafter, self.cache, self.state, *part, places)
+            self._parts[rows] = part
+        self._rows, tokens, logprobs = first_tokens(
+            self._rows,
+            places,
+            logits,
+            _padded([request.index for _, request in seats], rows),
+            _padded([request.committed + len(request.fed) for _, request in seats], rows),
+            np.int32(self._sampling.max_new_tokens),
+            self._params,
         )
-        self._rows = seat(self._rows, one, np.int32(row))
-        return one.token, logprob
+        return tokens, logprobs
 
-    def _one_row(self, row: int, request: Request) -> tuple[Cache, Any]:
-        """One row to prefill: a prompt's chunks and bits then depend on nothing but the prompt."""
-        part = (self.cache, self.state) if self.batch == 1 else None
+    def _part(self, seats: list[Seat], rows: int) -> Part:
+        """Rows to prefill, the first ones those of the requests."""
         if self._resumed:
-            return part or (select(self.cache, [row]), self._state_of(row))
-        part = part or self._part or (self._empty_cache(1, self.cache.replay), self._state_of(row))
+            if self.batch == 1:
+                return self.cache, self.state
+            picked = _padded([row for row, _ in seats], rows)
+            return select(self.cache, picked), select_state(self._drafter, self.state, picked)
+        prompts = [request.index for _, request in seats]
         full = self.cache.replay.buffer_length
-        tokens = 1 + self._drafts
-        window = spread_flush_at(request.index, full, tokens) if self._spread_flushes else full
-        return clear_row(self._drafter, *part, np.int32(request.index), np.int32(window), self._params)
+        windows = np.full(rows, full, np.int32)
+        if self._spread_flushes:
+            windows[: len(seats)] = spread_flush_at(prompts, full, 1 + self._drafts)
+        part = (self.cache, self.state) if self.batch == 1 else self._empty_part(rows)
+        return clear_rows(self._drafter, *part, _padded(prompts, rows), windows, self._params)
 
-    def _state_of(self, row: int) -> Any:
-        return select_state(self._drafter, self.state, np.int32(row))
+    def _empty_part(self, rows: int) -> Part:
+        if rows > 1:
+            # One group's cache at a time.
+            self._parts = {count: part for count, part in self._parts.items() if count in (1, rows)}
+        if rows in self._parts:
+            return self._parts.pop(rows)
+        state = select_state(self._drafter, self.state, np.zeros(rows, np.int32))
+        return self._empty_cache(rows, self.cache.replay), state
+
+    def _prefilled(self, part: Part, fed: list[list[int]], size: int) -> tuple[jax.Array, Part]:
+        """Logits, and the part whose first rows have taken these tokens in one call of the bucket `size`."""
+        rows = part[0].batch
+        tokens, lengths = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
+        for place, ids in enumerate(fed):
+            tokens[place, : len(ids)], lengths[place] = ids, len(ids)
+        logits, cache, state = prefill_chunk(self._model, self._drafter, tokens, lengths, *part)
+        return logits, (cache, state)
 
     def _advance(self, limit: int) -> list[Fresh]:
         """Decode up to `limit` windows of every busy row; returns their tokens."""
@@ -303,9 +359,15 @@ class Scheduler:
         """Whether a window may have to be cut short where a stop string ends."""
         return self._drafts > 0 and bool(self._sampling.stop_strings)
 
+    @property
+    def _wanted(self) -> int:
+        """Rows that the next requests of the queue enter together."""
+        bucket, _ = prefill_chunks(len(self._queue[0].fed), self._max_length)[-1]
+        return min(len(self._queue), rows_together(bucket, self.batch, self._prefill_tokens))
+
     def _dispatch(self, busy: np.ndarray, limit: int) -> tuple[Block, jax.Array]:
-        # While prompts wait, the first row to finish ends the dispatch: its place is wanted.
-        least_active = len(self._in_row) if self._queue else 1
+        # While prompts wait, the dispatch ends when as many rows are free as are prefilled together.
+        least_active = 1 + len(self._in_row) - self._wanted if self._queue else 1
         self._rows, self.cache, self.state, block = decode(
             self._model,
             self._drafter,

@@ -619,16 +619,16 @@ def test_B17_a_new_prompt_inherits_nothing(max_rows, value, monkeypatch):
     first, *later = random_prompts(16, 1, 2, 9)
     prompts = [[first, prompt, first] for prompt in later]
     fresh = [run_hot(loaded, three, sampling, max_rows=max_rows) for three in prompts]
-    clear_row, insert = scheduler.clear_row, scheduler.insert
+    clear_rows, insert_rows = scheduler.clear_rows, scheduler.insert_rows
 
     def clear_spoiled_row(drafter, cache, *rest):
-        return clear_row(drafter, spoiled(cache, [0], value), *rest)
+        return clear_rows(drafter, spoiled(cache, [0], value), *rest)
 
-    def insert_over_spoiled_rows(cache, part, rows):
-        return insert(spoiled(cache, rows, value), part, rows)
+    def insert_over_spoiled_rows(drafter, cache, state, part, part_state, rows):
+        return insert_rows(drafter, spoiled(cache, rows, value), state, part, part_state, rows)
 
-    monkeypatch.setattr(scheduler, "clear_row", clear_spoiled_row)
-    monkeypatch.setattr(scheduler, "insert", insert_over_spoiled_rows)
+    monkeypatch.setattr(scheduler, "clear_rows", clear_spoiled_row)
+    monkeypatch.setattr(scheduler, "insert_rows", insert_over_spoiled_rows)
     for three, expected in zip(prompts, fresh, strict=True):
         out = run_hot(loaded, three, sampling, max_rows=max_rows)
         assert (out.tokens, out.logprobs) == (expected.tokens, expected.logprobs)
