@@ -2,8 +2,9 @@
 
 transformers makes the model of a published configuration with random bfloat16 weights on the device, and our
 model takes them from there. Both continue the same short prompts, end of sequence ignored, and take turns
-repeat by repeat. `seconds` is a whole call for `new_tokens` tokens, prompts included; `decode_us` is a step
-without them: the difference between calls for all tokens and for one, divided by the steps between them.
+repeat by repeat after one call that is not counted. `seconds` is a whole call for `new_tokens` tokens,
+prompts included, `first_token_s` one for a single token; `decode_us` is a step without prompts: the
+difference of the two divided by the steps between them.
 `tokens_per_second` and `decode_tokens_per_second` follow from the two, `warmup_s` is what `rs.warmup` took to
 compile, all batches side by side. `fast_kernels` names the installed packages from which transformers could
 take kernels of these layers; where there is none, as in a plain installation, it runs its own PyTorch path.
@@ -121,26 +122,23 @@ def ours(loaded: rs.Loaded, prompts: np.ndarray, most: int) -> Generate:
     return generate
 
 
-def timed(generate: Generate, count: int, lock: Path | None = None) -> float:
-    """Seconds of one call, in its turn on the device."""
-    with turn(lock):
-        began = time.perf_counter()
-        generate(count)
-        return time.perf_counter() - began
+def timed(generate: Generate, count: int) -> float:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    generate(count)
+    return time.perf_counter() - began
 
 
-def records(
-    sides: dict[str, Generate], batch: int, new_tokens: int, repeats: int, lock: Path | None = None
-) -> list[dict]:
-    """A record a side, after a short call of each: whole calls, and steps without prompts."""
+def records(sides: dict[str, Generate], batch: int, new_tokens: int, repeats: int) -> list[dict]:
+    """A record a side, after a whole call of each: whole calls, and steps without prompts."""
     long: dict[str, list[float]] = {side: [] for side in sides}
     short: dict[str, list[float]] = {side: [] for side in sides}
     for generate in sides.values():
-        timed(generate, 2, lock)
+        timed(generate, new_tokens)
     for _ in range(repeats):
         for side, generate in sides.items():
-            short[side].append(timed(generate, 1, lock))
-            long[side].append(timed(generate, new_tokens, lock))
+            short[side].append(timed(generate, 1))
+            long[side].append(timed(generate, new_tokens))
     made = []
     for side in sides:
         steps = [(a - b) / (new_tokens - 1) * 1e6 for a, b in zip(long[side], short[side], strict=True)]
@@ -153,6 +151,7 @@ def records(
                 "new_tokens": new_tokens,
                 "seconds": round(whole, 4),
                 "spread_s": [round(float(np.percentile(long[side], q)), 4) for q in (10, 90)],
+                "first_token_s": round(statistics.median(short[side]), 4),
                 "tokens_per_second": round(batch * new_tokens / whole, 1),
                 "decode_us": round(step, 1),
                 "decode_tokens_per_second": round(batch / step * 1e6, 1),
@@ -205,7 +204,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda", help="of transformers; JAX takes its own default")
-    parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
+    parser.add_argument("--lock", type=Path, help="file to hold from the warm-up on, as other users do")
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -234,23 +233,23 @@ def main() -> None:
             rs.warmup(loaded, rows=batch, longest_prompt=options.prompt_tokens, max_length=length)
         return seconds[0]
 
-    with ThreadPoolExecutor(len(batches)) as pool:
-        compiling = dict(zip(batches, pool.map(compile, batches), strict=True))
-    rng = np.random.default_rng(0)
-    for batch in batches:
-        prompts = rng.integers(3, loaded.vocab_size, (batch, options.prompt_tokens))
-        sides = {
-            "generate": ours(loaded, prompts, options.new_tokens),
-            "peer:transformers": theirs(model, prompts),
-        }
-        with progress(f"batch {batch} measured"):
-            made = records(sides, batch, options.new_tokens, options.repeats, options.lock)
-        made[0]["warmup_s"] = round(compiling[batch], 1)
-        rows += [head | row for row in made]
-        print(table(rows), flush=True)
-        result_file.write(
-            result | {"records": rows}, options.out or result_file.RESULTS / f"e2e_transformers_{name}.json"
-        )
+    with turn(options.lock):
+        with ThreadPoolExecutor(len(batches)) as pool:
+            compiling = dict(zip(batches, pool.map(compile, batches), strict=True))
+        rng = np.random.default_rng(0)
+        for batch in batches:
+            prompts = rng.integers(3, loaded.vocab_size, (batch, options.prompt_tokens))
+            sides = {
+                "generate": ours(loaded, prompts, options.new_tokens),
+                "peer:transformers": theirs(model, prompts),
+            }
+            with progress(f"batch {batch} measured"):
+                made = records(sides, batch, options.new_tokens, options.repeats)
+            made[0]["warmup_s"] = round(compiling[batch], 1)
+            rows += [head | row for row in made]
+            print(table(rows), flush=True)
+            out = options.out or result_file.RESULTS / f"e2e_transformers_{name}.json"
+            result_file.write(result | {"records": rows}, out)
 
 
 if __name__ == "__main__":

@@ -198,6 +198,6 @@ def test_generation_is_split_into_prompts_and_steps(monkeypatch):
     monkeypatch.setattr(e2e_transformers.time, "perf_counter", lambda: next(clock))
     calls = []
     (made,) = e2e_transformers.records({"generate": calls.append}, 4, 11, 1)
-    assert calls == [2, 1, 11]
-    assert (made["seconds"], made["tokens_per_second"]) == (10.0, 4.4)
+    assert calls == [11, 1, 11]
+    assert (made["seconds"], made["first_token_s"], made["tokens_per_second"]) == (10.0, 2.0, 4.4)
     assert (made["decode_us"], made["decode_tokens_per_second"]) == (800_000.0, 5.0)
