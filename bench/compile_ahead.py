@@ -25,9 +25,9 @@ from replayssm_jax.sampling import Sampling, sampling_params
 from replayssm_jax.speculative import NoDrafts
 
 
-def integers(*shape: int) -> jax.ShapeDtypeStruct:
-    """An int32 array that nobody fills."""
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+    """An array that nobody fills."""
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def programs(model: Any, batch: int, prompt_tokens: int, max_length: int) -> Iterator[tuple[str, Any]]:
@@ -42,16 +42,15 @@ def programs(model: Any, batch: int, prompt_tokens: int, max_length: int) -> Ite
     group = rows_together(bucket, batch, prefill_tokens())
     cache = jax.eval_shape(lambda: decode.empty_cache(network, batch, max_length, method))
     part = jax.eval_shape(lambda: decode.empty_cache(network, group, max_length, cache.replay))
-    flags = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-    rows = decode.Rows(integers(batch), flags, integers(batch), integers(batch), flags)
-    logits = jax.ShapeDtypeStruct((group, vocabulary), jnp.float32)
+    flags = array(batch, dtype=jnp.bool_)
+    rows = decode.Rows(array(batch), flags, array(batch), array(batch), flags)
+    logits = array(group, vocabulary, dtype=jnp.float32)
     one = np.int32(1)
     yield "decode", decode.decode.lower(network, none, rows, cache, (), flags, one, one, params, 0)
-    tokens = integers(group, bucket)
-    yield "prefill", decode.prefill_chunk.lower(network, none, tokens, integers(group), part, ())
+    each = array(group)
+    yield "prefill", decode.prefill_chunk.lower(network, none, array(group, bucket), each, part, ())
     yield "empty cache", decode.empty_cache.lower(network, batch, max_length, method)
-    yield "clear", decode.clear_rows.lower(none, part, (), integers(group), integers(group), params)
-    each = integers(group)
+    yield "clear", decode.clear_rows.lower(none, part, (), each, each, params)
     yield "first tokens", decode.first_tokens.lower(rows, each, logits, each, each, one, params)
     if batch > 1:
         yield "empty part", decode.empty_cache.lower(network, group, max_length, cache.replay)
