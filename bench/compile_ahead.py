@@ -1,7 +1,8 @@
 """Compiles what `rs.generate` needs of a published model into JAX's persistent cache, without its weights.
 
 Programs are those of one token a step, prompts of one bucket and the default method; a later process with
-the same model, rows and lengths loads them. Needs JAX_COMPILATION_CACHE_DIR.
+the same model, rows and lengths loads them, where the weights are bound to the first device, as those that
+`bench.e2e_transformers` takes over are. Needs JAX_COMPILATION_CACHE_DIR.
 
     python -m bench.compile_ahead --model nano-4b --batches 256,1 --prompt-tokens 16 --max-length 48
 """
@@ -25,6 +26,12 @@ from replayssm_jax.sampling import Sampling, sampling_params
 from replayssm_jax.speculative import NoDrafts
 
 
+def bound(tree: Any) -> Any:
+    """The same arrays, abstract, on the first device: programs of arrays that may move have other keys."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
+
+
 def array(*shape: int, dtype: Any = jnp.int32) -> Any:
     """An array that nobody fills."""
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -32,7 +39,7 @@ def array(*shape: int, dtype: Any = jnp.int32) -> Any:
 
 def programs(model: Any, batch: int, prompt_tokens: int, max_length: int) -> Iterator[tuple[str, Any]]:
     """Names and lowered programs of `generate` for `batch` prompts of a length; model: abstract arrays."""
-    network, none = decode.FlatModel.of(model), decode.FlatModel.of(NoDrafts())
+    network, none = bound(decode.FlatModel.of(model)), decode.FlatModel.of(NoDrafts())
     vocabulary = model.config.vocab_size
     params = sampling_params(Sampling(stop_ids=()), vocabulary, ())
     method = default_method(model, batch)
@@ -40,18 +47,18 @@ def programs(model: Any, batch: int, prompt_tokens: int, max_length: int) -> Ite
     if whole:
         raise ValueError(f"prompt_tokens must fit into one chunk of {bucket}, got {prompt_tokens}.")
     group = rows_together(bucket, batch, prefill_tokens())
-    cache = jax.eval_shape(lambda: decode.empty_cache(network, batch, max_length, method))
-    part = jax.eval_shape(lambda: decode.empty_cache(network, group, max_length, cache.replay))
+    cache = bound(jax.eval_shape(lambda: decode.empty_cache(network, batch, max_length, method)))
+    part = bound(jax.eval_shape(lambda: decode.empty_cache(network, group, max_length, cache.replay)))
     flags = array(batch, dtype=jnp.bool_)
     rows = decode.Rows(array(batch), flags, array(batch), array(batch), flags)
-    logits = array(group, vocabulary, dtype=jnp.float32)
+    logits = bound(array(group, vocabulary, dtype=jnp.float32))
     one = np.int32(1)
-    yield "decode", decode.decode.lower(network, none, rows, cache, (), flags, one, one, params, 0)
+    yield "decode", decode.decode.lower(network, none, bound(rows), cache, (), flags, one, one, params, 0)
     each = array(group)
     yield "prefill", decode.prefill_chunk.lower(network, none, array(group, bucket), each, part, ())
     yield "empty cache", decode.empty_cache.lower(network, batch, max_length, method)
     yield "clear", decode.clear_rows.lower(none, part, (), each, each, params)
-    yield "first tokens", decode.first_tokens.lower(rows, each, logits, each, each, one, params)
+    yield "first tokens", decode.first_tokens.lower(logits, each, each, one, params)
     if batch > 1:
         yield "empty part", decode.empty_cache.lower(network, group, max_length, cache.replay)
         yield "insert", decode.insert_rows.lower(none, cache, (), part, (), each)

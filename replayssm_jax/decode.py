@@ -172,34 +172,29 @@ def prefill_chunk(
     return logits, cache, state
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@jax.jit
 def first_tokens(
-    rows: Rows,
-    places: Int32[Array, " n"],
     logits: Float[Array, "n V"],
     prompts: Int32[Array, " n"],
     position: Int32[Array, " n"],
     remaining: Int32[Array, ""],
     params: SamplingParams,
-) -> tuple[Rows, Int32[Array, " n"], Float32[Array, " n"]]:
-    """Draw the tokens at `position` from prompts' prefill logits and give the prompts their rows.
+) -> tuple[Rows, Float32[Array, " n"]]:
+    """Draw the tokens at `position` from prompts' prefill logits; returns rows and the tokens' logprobs.
 
-    places: which rows; indices beyond the last are dropped. remaining: tokens a prompt may draw, this one
-    included. Returns all rows, and the tokens with their logprobs.
+    remaining: tokens a prompt may draw, this one included.
     """
-    yes = jnp.ones(places.shape, bool)
-    new = Rows(
-        token=jnp.zeros(places.shape, jnp.int32),
+    yes = jnp.ones(prompts.shape, bool)
+    rows = Rows(
+        token=jnp.zeros_like(prompts),
         active=yes,
-        remaining=jnp.broadcast_to(remaining, places.shape),
+        remaining=jnp.broadcast_to(remaining, prompts.shape),
         prompt=prompts,
         finite=yes,
     )
     keys = token_keys(params.seed, prompts, position, Purpose.SAMPLE)
     token, logprob, finite = sample(logits, keys, params)
-    new = _moved_on(new, token, jnp.ones_like(places), finite, params)
-    rows = jax.tree.map(lambda old, one: old.at[places].set(one, mode="drop"), rows, new)
-    return rows, new.token, logprob
+    return _moved_on(rows, token, jnp.ones_like(prompts), finite, params), logprob
 
 
 def _moved_on(
@@ -219,6 +214,12 @@ def _moved_on(
         prompt=rows.prompt,
         finite=rows.finite & finite,
     )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def seat(rows: Rows, new: Rows, places: Int32[Array, " n"]) -> Rows:
+    """Put n rows in the given places; indices beyond the last are dropped."""
+    return jax.tree.map(lambda old, one: old.at[places].set(one, mode="drop"), rows, new)
 
 
 def _verify(

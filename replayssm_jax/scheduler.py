@@ -28,6 +28,7 @@ from replayssm_jax.decode import (
     first_tokens,
     insert_rows,
     prefill_chunk,
+    seat,
     select_state,
     settle,
     verify,
@@ -273,19 +274,21 @@ class Scheduler:
         """
         part = self._part(seats, rows)
         last = []
-        for place, seat in enumerate(seats):
-            *whole, (bucket, count) = prefill_chunks(len(seat[1].fed), self._max_length)
-            last.append(seat[1].fed[-count:])
-            if whole:
-                # Chunks before the last have a program of one row.
-                alone = part if rows == 1 else self._part([seat], 1)
-                for number, (size, _) in enumerate(whole):
-                    _, alone = self._prefilled(alone, [seat[1].fed[number * size :][:size]], size)
-                if rows == 1:
-                    part = alone
-                else:
-                    part = insert_rows(self._drafter, *part, *alone, np.array([place], np.int32))
-                    self._parts[1] = alone
+        for place, (row, request) in enumerate(seats):
+            fed = request.fed
+            *whole, (bucket, count) = prefill_chunks(len(fed), self._max_length)
+            last.append(fed[-count:])
+            if not whole:
+                continue
+            # Chunks before the last have a program of one row.
+            alone = part if rows == 1 else self._part([(row, request)], 1)
+            for number, (size, _) in enumerate(whole):
+                _, alone = self._prefilled(alone, [fed[number * size :][:size]], size)
+            if rows == 1:
+                part = alone
+            else:
+                part = insert_rows(self._drafter, *part, *alone, np.array([place], np.int32))
+                self._parts[1] = alone
         logits, part = self._prefilled(part, last, bucket)
         places = _padded([row for row, _ in seats], rows, self.batch)
         if self.batch == 1:
@@ -293,16 +296,15 @@ class Scheduler:
         else:
             self.cache, self.state = insert_rows(self._drafter, self.cache, self.state, *part, places)
             self._parts[rows] = part
-        self._rows, tokens, logprobs = first_tokens(
-            self._rows,
-            places,
+        new, logprobs = first_tokens(
             logits,
             _padded([request.index for _, request in seats], rows),
             _padded([request.committed + len(request.fed) for _, request in seats], rows),
             np.int32(self._sampling.max_new_tokens),
             self._params,
         )
-        return tokens, logprobs
+        self._rows = seat(self._rows, new, places)
+        return new.token, logprobs
 
     def _part(self, seats: list[Seat], rows: int) -> Part:
         """Rows to prefill, the first ones those of the requests."""
