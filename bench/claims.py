@@ -192,16 +192,21 @@ def speculation(results: Results) -> Answer | None:
     files, parts = [], []
     for name, records in of_bench(results, "bench.e2e_spec_decode_throughput").items():
         rates: dict[tuple, dict[tuple, float]] = {}
+        bounds: dict[tuple, dict[str, float]] = {}
         for r in records:
-            if r["op"] == "concurrency" or r["buffer_length"] != 16:
+            if r["op"] == "concurrency" or r["buffer_length"] != 16 or "drafter" in r:
                 continue
             if not r["depth_cut"] or r["shape"] in STAND_INS:
                 place = r["shape"], f", {r['layers']} layers," * r["depth_cut"], r["batch"]
                 rates.setdefault(place, {})[r["method"], r["window"]] = r["tokens_per_second"]
+                if r["window"] == 4:
+                    bounds.setdefault(place, {}).update(r.get("bounds", {}))
         for (shape, depth, batch), found in rates.items():
             replay, conventional = found.get(("replay", 4)), found.get(("conventional", 4))
             if replay and conventional:
                 over = f"{shape}{depth} batch {batch}: {replay / conventional:.2f}x"
+                least = bounds.get((shape, depth, batch), {}).get("conventional")
+                over += f", {least:.2f}x at the floors" if least else ""
                 eager = found.get(("eager", 1))
                 parts.append(over + (f" ({replay / eager:.2f}x over plain eager)" if eager else ""))
                 files.append(name)
