@@ -73,7 +73,8 @@ def stream_coded_window(
     group_steps = tiles // size
     # Tiles of a claim towards the end: enough to be worth a group's coefficients.
     span = max(n for n in range(1, group_steps + 1) if group_steps % n == 0 and (n == 1 or n * size <= 8))
-    claims, apart = launch.claims, launch.apart
+    # A claim takes longer than the tiles of one step.
+    claims, apart = launch.claims and group_steps > 1, launch.apart
     row_steps = groups * group_steps
     has_constants = operands.constants is not None
     shared = recurrence.shared_reader

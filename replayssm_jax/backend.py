@@ -68,16 +68,13 @@ def prefill_tokens() -> int:
 
 
 def eager_is_sooner(spec: Any, rows: int) -> bool:
-    """Whether an eager step of a layer (recurrence, groups, heads, head_dim) takes less time than a replay
+    """Whether an eager step of a layer (heads, head_dim) takes less time than a replay
     step.
 
     Measured on one H200 at 1 to 16 rows (`bench.kernel_decode`): the methods cross between 512 and 960 tiles
-    of 64 state rows; beyond 1,024 where a group of Gated DeltaNet has so few tiles that its coefficients take
-    longer.
+    of 64 state rows.
     """
-    tiles = rows * spec.heads * spec.head_dim // 64
-    few_a_group = spec.recurrence == "gated_delta" and tiles <= 4 * rows * spec.groups
-    return tiles < (1500 if few_a_group else 800)
+    return rows * spec.heads * spec.head_dim // 64 < 800
 
 
 def device_refusal() -> str | None:
