@@ -23,7 +23,7 @@ _LANES = 128
 _TILE = 64
 _HEADS = 32
 # Rows of a CTA where there are many, and how many are.
-_ROWS, _MANY_ROWS = 4, 64
+_ROWS, _MANY_ROWS = 2, 64
 
 
 def check(parts: Sequence[Part], dtype: Any, tokens: int, gates: Sequence[Gate] = ()) -> None:
