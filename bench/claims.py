@@ -15,6 +15,7 @@ from bench import drift_report, e2e_report, result_file
 from bench.e2e_models import STAND_INS
 from bench.kernel_cases import MAIN
 from bench.kernel_report import EAGER_PEERS, pick, rows_of_table, step
+from bench.roofline import bounds_of
 
 # The data sheet's bandwidth of an H200, of which the authors' shares of peak are the counterpart.
 PEAK_BYTES_A_US = 4.8e6
@@ -199,8 +200,8 @@ def speculation(results: Results) -> Answer | None:
             if not r["depth_cut"] or r["shape"] in STAND_INS:
                 place = r["shape"], f", {r['layers']} layers," * r["depth_cut"], r["batch"]
                 rates.setdefault(place, {})[r["method"], r["window"]] = r["tokens_per_second"]
-                if r["window"] == 4:
-                    bounds.setdefault(place, {}).update(r.get("bounds", {}))
+                if (r["method"], r["window"]) == ("replay", 4):
+                    bounds[place] = bounds_of(r)
         for (shape, depth, batch), found in rates.items():
             replay, conventional = found.get(("replay", 4)), found.get(("conventional", 4))
             if replay and conventional:

@@ -14,6 +14,7 @@ from bench import kernel_table
 from bench.e2e_decode_speedup import METHODS
 from bench.e2e_models import STAND_INS
 from bench.kernel_report import rows_of_table
+from bench.roofline import bounds_of
 
 NAMES = {"nano-4b": "Nemotron-3-Nano-4B", "qwen3.5-4b": "Qwen3.5-4B"}
 # Dense MLPs stand in for their experts.
@@ -243,7 +244,8 @@ def verification(records: Sequence[dict], window: int = 4) -> str:
         for base in (("eager", 1), ("conventional", window)):
             known = base in rates and ("replay", window) in rates
             cell = f"{rates['replay', window] / rates[base]:.2f}" if known else "-"
-            bound = steps_of.get(("replay", window), {}).get("bounds", {}).get(base[0])
+            replay = steps_of.get(("replay", window))
+            bound = None if replay is None else bounds_of(replay).get(base[0])
             cells.append(cell if bound is None else f"{cell} ({bound:.2f})")
         depth = f"{layers} (cut)" if cut else str(layers)
         rows.append([NAMES.get(shape, shape), depth, str(batch), *cells, commit])
@@ -277,7 +279,7 @@ def verification_grid(records: Sequence[dict]) -> str:
             cells += [f"{record['time_us'] / 1e3:.2f}" for record in (replay, conventional)]
             for other in (conventional, steps_of.get(("eager", 1))):
                 cell = f"{replay['tokens_per_second'] / other['tokens_per_second']:.2f}" if other else "-"
-                bound = replay.get("bounds", {}).get(other["method"]) if other else None
+                bound = bounds_of(replay).get(other["method"]) if other else None
                 cells.append(cell if bound is None else f"{cell} ({bound:.2f})")
             cells += [f"{record['peak_bytes'] / 1e9:.1f}" for record in (replay, conventional)]
             rows.append([*cells, replay.get("commit", "-")])

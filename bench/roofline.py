@@ -10,6 +10,7 @@ floor of a step is the sum over parts: one part's memory traffic does not overla
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -245,6 +246,24 @@ def bounds(
 
     replay = rate("replay", accepted)
     return {"conventional": replay / rate("conventional", accepted), "eager": replay / rate("eager", (1.0,))}
+
+
+@functools.cache
+def _bounds_at(
+    shape: str, layers: int | None, batch: int, window: int, accepted: float, length: int, context: int
+):
+    config, odds = depth_cut(published(shape), layers), histogram(window, accepted)
+    sizes = {"accepted": odds, "buffer_length": length, "context": context}
+    return bounds(config, batch, Ceilings(), **sizes)
+
+
+def bounds_of(record: dict) -> dict[str, float]:
+    """`bounds` of a replay record of T tokens: its own, or from its sizes where it was written without."""
+    if "bounds" in record or "context" not in record or record["window"] == 1:
+        return record.get("bounds", {})
+    layers = record["layers"] if record["depth_cut"] else None
+    sizes = (record[name] for name in ("batch", "window", "accepted", "buffer_length", "context"))
+    return _bounds_at(record["shape"], layers, *sizes)
 
 
 def total_bytes(parts: dict[str, Part]) -> float:

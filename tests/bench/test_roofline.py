@@ -5,7 +5,17 @@ import numpy as np
 import pytest
 
 from bench.e2e_models import depth_cut, published
-from bench.roofline import Ceilings, Part, bounds, floor, histogram, phases, step_parts, total_bytes
+from bench.roofline import (
+    Ceilings,
+    Part,
+    bounds,
+    bounds_of,
+    floor,
+    histogram,
+    phases,
+    step_parts,
+    total_bytes,
+)
 from models.checkpoint import abstract_model
 from replayssm_jax.cache import cache_bytes
 from replayssm_jax.config import ReplayConfig
@@ -135,3 +145,20 @@ def test_bounds_compare_tokens_a_second_at_the_floors():
     assert bounds(config, 1, products_alone, accepted=accepted) == pytest.approx(
         {"conventional": 1.0, "eager": 3 / 4}
     )
+
+
+def test_a_record_without_bounds_gets_those_of_its_sizes():
+    record = {
+        "shape": "nano-4b",
+        "layers": 4,
+        "depth_cut": True,
+        "batch": 8,
+        "window": 4,
+        "buffer_length": 16,
+    }
+    record |= {"accepted": 3.0, "context": 600}
+    config = depth_cut(published("nano-4b"), 4)
+    expected = bounds(config, 8, Ceilings(), accepted=histogram(4, 3.0), context=600)
+    assert bounds_of(record) == expected
+    assert bounds_of(record | {"bounds": {"eager": 1.0}}) == {"eager": 1.0}
+    assert bounds_of(record | {"window": 1}) == {}
