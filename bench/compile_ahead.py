@@ -75,15 +75,20 @@ def main() -> None:
     options = parser.parse_args()
     model = abstract_model(depth_cut(published(options.model), options.layers), jnp.dtype(jnp.bfloat16))
 
-    def compile(batch: int) -> None:
-        began = time.perf_counter()
-        for name, lowered in programs(model, batch, options.prompt_tokens, options.max_length):
-            lowered.compile()
-            print(f"batch {batch}: {name} after {time.perf_counter() - began:.1f} s", flush=True)
+    began = time.perf_counter()
 
-    batches = [int(batch) for batch in options.batches.split(",")]
-    with ThreadPoolExecutor(len(batches)) as pool:
-        list(pool.map(compile, batches))
+    def compile(batch: str, name: str, lowered: Any) -> None:
+        lowered.compile()
+        print(f"batch {batch}: {name} after {time.perf_counter() - began:.1f} s", flush=True)
+
+    with ThreadPoolExecutor(4) as pool:
+        compiling = [
+            pool.submit(compile, batch, name, lowered)
+            for batch in options.batches.split(",")
+            for name, lowered in programs(model, int(batch), options.prompt_tokens, options.max_length)
+        ]
+        for one in compiling:
+            one.result()
 
 
 if __name__ == "__main__":
