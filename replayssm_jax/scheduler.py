@@ -288,14 +288,14 @@ class Scheduler:
                 part = alone
             else:
                 part = insert_rows(self._drafter, *part, *alone, np.array([place], np.int32))
-                self._parts[1] = alone
+                self._put_by(alone)
         logits, part = self._prefilled(part, last, bucket)
         places = _padded([row for row, _ in seats], rows, self.batch)
         if self.batch == 1:
             self.cache, self.state = part
         else:
             self.cache, self.state = insert_rows(self._drafter, self.cache, self.state, *part, places)
-            self._parts[rows] = part
+            self._put_by(part)
         new, logprobs = first_tokens(
             logits,
             _padded([request.index for _, request in seats], rows),
@@ -329,6 +329,11 @@ class Scheduler:
             return self._parts.pop(rows)
         state = select_state(self._drafter, self.state, np.zeros(rows, np.int32))
         return self._empty_cache(rows, self.cache.replay), state
+
+    def _put_by(self, part: Part) -> None:
+        """Keep a part's buffers for the next requests; those of rows that go on are picked from the cache."""
+        if not self._resumed:
+            self._parts[part[0].batch] = part
 
     def _prefilled(self, part: Part, fed: list[list[int]], size: int) -> tuple[jax.Array, Part]:
         """Logits, and the part whose first rows have taken these tokens in one call of the bucket `size`."""

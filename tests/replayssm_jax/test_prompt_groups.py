@@ -164,7 +164,15 @@ def test_states_are_those_of_the_whole_text_whatever_the_company(calls):
             np.testing.assert_array_equal(state[0], expected[0])
 
 
-def test_rows_go_on_by_groups(calls):
+def test_rows_go_on_by_groups(calls, monkeypatch):
+    left, admit = [], scheduler.Scheduler._admit
+
+    def admitted(self, *group):
+        drawn = admit(self, *group)
+        left.append(len(self._parts))
+        return drawn
+
+    monkeypatch.setattr(scheduler.Scheduler, "_admit", admitted)
     prompts = random_prompts(*LENGTHS)
     out = generate(CHAIN, prompts, Sampling(max_new_tokens=6))
     texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
@@ -175,6 +183,8 @@ def test_rows_go_on_by_groups(calls):
     assert again.tokens == [chain(text, 7) for text in texts]
     assert position(again) == [len(text) + 6 for text in texts]
     assert calls == [(3, 16), (1, 32), (3, 16), (2, 32)]
+    # Their groups are picked from the cache, and none is kept beside the next.
+    assert left[-3:] == [0, 0, 0]
 
 
 def test_the_own_head_enters_too(calls, one_by_one):
