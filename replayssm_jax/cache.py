@@ -78,7 +78,8 @@ class RecurrentLayer:
     copy: the checkpoint in the format that outputs read; None where they read the checkpoint itself.
     index: of the layer in the model.
     reach: of the checkpoint's heads, where reads are left out by bounds; else None.
-    constants: `heads` as the GPU kernels read them, so that no step stacks them; else None.
+    constants: the model's, as of the last prefill, as the GPU kernels read them, so that no step stacks them;
+    else None.
     """
 
     checkpoint: Stored

@@ -177,7 +177,9 @@ def _recur(
         outputs, state = recurrence.prefill(state, inputs, reader, heads, segment.lengths)
         position = segment.position + segment.lengths
         layer = rewrite(layer, state, segment.lengths > 0, position, segment)
-        return outputs, replace(layer, reach=prefilled(layer, outputs, segment))
+        # The model's weights may have changed since the cache was made.
+        constants = None if layer.constants is None else constants_of(heads)
+        return outputs, replace(layer, reach=prefilled(layer, outputs, segment), constants=constants)
     if layer.ring is None:
         inputs = recurrence.neutralize(inputs, segment.valid)
     by_fold = by_reads = gone = None

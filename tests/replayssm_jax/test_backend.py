@@ -281,6 +281,17 @@ def test_a_cache_of_the_kernels_holds_the_constants_of_heads_in_one_array(monkey
     assert model.init_cache(1, 16).layers[0].constants is None
 
 
+def test_a_prompt_brings_the_constants_of_a_model_whose_weights_changed(monkeypatch):
+    monkeypatch.setattr("replayssm_jax.cache.resolve", lambda method, *_: method)
+    old = hot_model("mamba2", layers=1)
+    new = jax.tree.map(lambda weight: 2 * weight, old)
+    cache = old.init_cache(1, 32, rs.ReplayConfig(implementation="pallas"))
+    _, cache = rs.prefill(new, random_tokens(1, 16), np.array([16]), cache)
+    expected = np.stack(jax.tree.leaves(new.layers[0].heads()))
+    assert not np.array_equal(expected, np.stack(jax.tree.leaves(old.layers[0].heads())))
+    np.testing.assert_array_equal(cache.layers[0].constants, expected)
+
+
 @needs_kernels
 def test_products_of_few_tiles_come_in_parts_that_add_up():
     counts = [backend.product_split(rows, 9216, 2560) for rows in (64, 256, 512)]
