@@ -6,11 +6,13 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 RESULTS = Path(__file__).resolve().parent / "results"
+_PLACES = ("--lock", "--out")
 
 
 def head(bench: str, commit: str) -> dict:
@@ -21,13 +23,19 @@ def head(bench: str, commit: str) -> dict:
     packages = ("jax", "jaxlib", "flax", "numpy")
     return {
         "bench": bench,
-        "command": shlex.join(["python", "-m", bench, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", bench, *measured(sys.argv[1:])]),
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": f"{device.platform} {name}{cores}",
         "versions": {"python": platform.python_version()}
         | {package: importlib.metadata.version(package) for package in packages},
     }
+
+
+def measured(arguments: Sequence[str]) -> list[str]:
+    """The arguments but for files of the machine, on which no record depends."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [one for before, one in pairs if one.split("=")[0] not in _PLACES and before not in _PLACES]
 
 
 def write(result: dict, path: Path) -> None:
