@@ -137,7 +137,7 @@ class Kernels:
         if forgotten is not None and call.geometry.tiles <= WORD:
             call.operands["forgotten"] = forgotten_tiles(forgotten, call.geometry)
         parameters = call.parameters(parameters, self.name)
-        if not parameters.beside:
+        if call.flushes_apart(parameters):
             call.flush(self.token_rule, plan, parameters.flush_workers, interpret=interpret)
         call.window(self.window_rule, plan, parameters, self.token_rule, interpret=interpret)
         return call.outputs(), call.state(), call.ring()
@@ -258,8 +258,10 @@ class _Call:
         return (self.formats.read or self.formats.recurrence) in ("fp8_e4m3", "nvfp4")
 
     def flushes_apart(self, parameters: launch.LaunchParameters) -> bool:
-        """Whether a step needs a flush in a kernel of its own."""
-        return self.coded() or not parameters.beside
+        """Whether a step needs a flush in a kernel of its own: beside the window it rounds to nearest,
+        without codes or copies."""
+        plain = self.stored[1] is None and self.operands["words"] is None
+        return self.coded() or not plain or not parameters.beside
 
     def window(
         self,
@@ -282,7 +284,7 @@ class _Call:
             stream_coded_window(rule, self.geometry, operands, read, parameters, interpret=interpret)
             return
         beside = before = None
-        if flush is not None and parameters.beside:
+        if flush is not None and not self.flushes_apart(parameters):
             beside = work(flush, 1, stages=parameters.beside)
             if not self.alone():
                 before = functools.partial(work, flush, stages=1, claims=interpret is None)
