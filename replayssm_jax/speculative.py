@@ -201,11 +201,11 @@ def accept(
 ) -> Verdict:
     """Decide which drafts of a window of T = 1 + D tokens stand, and draw the token after them.
 
-    logits: raw, of the target after each token of the window. prompt: index of each row's prompt. position:
-    of the window's first token. Greedy (temperature 0): a draft stands when it is the best token. Otherwise
-    draft d, drawn from q, stands with probability min(1, p(d) / q(d)), p being the target's filtered
-    distribution; after a refusal the token is drawn from `residual(p, q)`, after none from p. A row without
-    drafts draws what plain decoding draws, from the same random numbers.
+    logits: raw, of the target after each token of the window. drafts: `usable` ones. prompt: index of each
+    row's prompt. position: of the window's first token. Greedy (temperature 0): a draft stands when it is the
+    best token. Otherwise draft d, drawn from q, stands with probability min(1, p(d) / q(d)), p being the
+    target's filtered distribution; after a refusal the token is drawn from `residual(p, q)`, after none from
+    p. A row without drafts draws what plain decoding draws, from the same random numbers.
     """
     known = survey(logits, params)
     kept, last = jax.lax.cond(
