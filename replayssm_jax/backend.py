@@ -426,8 +426,9 @@ def _residual_norm(x, parts, weight, *, eps, offset):
     return residual_norm.add_then_norm(x, parts, weight, eps=eps, offset=offset)
 
 
-# Up to 8 rows take the same time, and less than XLA's product where they feed an activation or a sum.
-PRODUCT_ROWS = 8
+# Up to so many rows take about the time of one, and less than XLA's product (bench/NOTES.md, "Products of a
+# step").
+PRODUCT_ROWS = 32
 # One inner program a layer kind: its kernels are traced and lowered once, however many layers use them.
 _kernel_step = jax.jit(_step, static_argnames="recurrence")
 _kernel_attention = jax.jit(_attention)

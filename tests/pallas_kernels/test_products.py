@@ -49,7 +49,16 @@ def check(case, activation=None, parts=None, **options):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "activation", "parts"),
-    [(3, 192, 64, None, None), (9, 320, 64, None, 2), (2, 192, 128, "gated silu", None)],
+    [
+        (3, 192, 64, None, None),
+        (9, 320, 64, None, 2),
+        (16, 192, 64, "squared relu", None),
+        (17, 256, 128, "gated silu", None),
+        (24, 192, 64, None, 3),
+        (31, 128, 64, None, None),
+        (32, 192, 128, "gated silu", None),
+        (64, 128, 64, None, 2),
+    ],
 )
 def test_the_interpreted_kernel_is_the_float64_product(rows, inputs, outputs, activation, parts):
     check(draw(rows, inputs, outputs), activation, parts, interpret=launch.mosaic_gpu().InterpretGPUParams())
@@ -57,7 +66,13 @@ def test_the_interpreted_kernel_is_the_float64_product(rows, inputs, outputs, ac
 
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "activation", "parts"),
-    [(1, 2560, 12352, None, None), (8, 2560, 18432, "gated silu", None), (64, 7680, 3136, None, 5)],
+    [
+        (1, 2560, 12352, None, None),
+        (8, 2560, 18432, "gated silu", None),
+        (31, 3136, 12544, "squared relu", None),
+        (32, 2560, 18432, "gated silu", None),
+        (64, 7680, 3136, None, 5),
+    ],
 )
 def test_the_kernel_lowers_to_cuda(rows, inputs, outputs, activation, parts):
     call = functools.partial(products.multiply, activation=activation, parts=parts)
@@ -66,7 +81,7 @@ def test_the_kernel_lowers_to_cuda(rows, inputs, outputs, activation, parts):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("rows", [1, 5, 16, 31, 32, 64])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "activation", "parts"),
     [

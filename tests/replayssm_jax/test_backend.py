@@ -293,6 +293,24 @@ def test_a_prompt_brings_the_constants_of_a_model_whose_weights_changed(monkeypa
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("rows", "served"), [((32, 1), True), ((8, 4), True), ((1, 17), True), ((33, 1), False)]
+)
+def test_steps_of_up_to_32_rows_have_their_products_from_the_kernel(rows, served, monkeypatch):
+    monkeypatch.setattr(backend, "_kernel_product", portable_product)
+    x, matrix = jnp.ones((*rows, 128)), jnp.ones((128, 64))
+    refused = backend.kernel_product(x, matrix)
+    assert refused is None
+    whole, parts = (
+        backend.kernel_product(x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16), summed=summed)
+        for summed in (True, False)
+    )
+    assert (whole is None) == (parts is None) == (not served)
+    if whole is not None and parts is not None:
+        assert whole.shape == (*rows, 64) and parts.shape[1:] == (rows[0] * rows[1], 64)
+
+
+@needs_kernels
 def test_products_of_few_tiles_come_in_parts_that_add_up():
     counts = [backend.product_split(rows, 9216, 2560) for rows in (64, 256, 512)]
     assert counts == [3, 3, 1] and backend.product_split(256, 2560, 18432) == 1

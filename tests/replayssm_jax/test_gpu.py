@@ -217,16 +217,18 @@ def test_the_portable_fold_of_all_rows_together_is_the_float64_loop(name):
 
 @functools.cache
 def wide_model(family):
-    """Sizes that the kernels for convolution, gated norm and attention serve."""
+    """Sizes that the kernels for convolution, gated norm, attention and most products serve."""
 
     def make():
         attention = {"head_dim": 64, "hidden_size": 128}
         if family == "mamba2":
             sizes = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 4, "d_state": 128}
-            config = nemotron_config(**attention, **sizes, layer_pattern="M*")
+            sizes["intermediate_size"] = 256
+            config = nemotron_config(**attention, **sizes, layer_pattern="M*-")
             return NemotronH(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         sizes = {"key_heads": 4, "value_heads": 4, "key_head_dim": 128, "value_head_dim": 128}
         layers = {"layer_types": ("linear_attention", "full_attention"), "rotary_dim": 64}
+        layers["intermediate_size"] = 256
         return Qwen35(qwen_config(**attention, **sizes, **layers), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
     with on_cpu():
@@ -260,9 +262,10 @@ def test_kernels_around_the_recurrence_change_no_step(family, monkeypatch):
             outputs.append(np.asarray(out))
         logits.append(np.stack(outputs))
         windows.append(np.asarray(cache.layers[0].conv.astype(jnp.float32)))
-    # So few heads have their gates from XLA, which is the one refusal.
-    assert [name for name, served in asked if not served] == ["convolution"]
-    around = {"convolution", "residual_norm", "attention_inputs", "attention"}
+    # So few heads have their gates from XLA, and their columns with the recurrence's inputs are no blocks.
+    assert {name for name, served in asked if not served} == {"convolution", "products"}
+    assert ("products", True) in asked
+    around = {"convolution", "residual_norm", "attention_inputs", "attention", "products"}
     assert {name for name, _ in asked} == around | ({"gated_norm"} if family == "mamba2" else set())
     np.testing.assert_array_equal(*windows)
     assert rms_error(*logits) < 3e-2
