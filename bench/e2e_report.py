@@ -133,11 +133,18 @@ def by_context(records: Sequence[dict]) -> str:
 
 
 def variants(records: Sequence[dict]) -> str:
-    """The same where phases, formats or L were varied, the plain step first."""
+    """The same where phases, formats or L were varied: the plain step first, then by L, phases and format."""
     found = pairs(records)
     varied = {place.size + (place.context,) for place in found if not place.plain}
+
+    def order(place: Place) -> tuple:
+        formats = place.state, place.recurrence
+        changed = not place.plain, formats != ("fp32", "fp32"), place.phases != "random"
+        return *place.size, place.context, *changed, place.buffer_length, place.phases, formats
+
     rows = []
-    for place, pair in sorted(found.items(), key=lambda item: (*item[0].size, not item[0].plain, item[0])):
+    for place in sorted(found, key=order):
+        pair = found[place]
         if place.size + (place.context,) in varied:
             shared = place.state == place.recurrence
             state = place.state if shared else f"{place.state} of {place.recurrence}"

@@ -128,11 +128,11 @@ def whole_models(records: Sequence[dict], path: Path, batch: int = 256) -> None:
         ]
         roofline_bars(axes[1], bars)
         axes[1].set(ylabel=f"ms a step, batch {batch}")
+        largest = {shape: rows for shape, rows, _ in sorted(lines)}
         for (shape, rows, method), (contexts, times) in lines.items():
-            label = f"{shape}, batch {rows}, {method}"
-            axes[2].plot(
-                contexts, times, METHOD_STYLES[method], color=COLOURS[shape], label=label, markersize=4
-            )
+            drawn = {"label": f"{shape}, batch {rows}, {method}", "color": COLOURS[shape], "markersize": 4}
+            drawn["alpha"] = 1.0 if rows == largest[shape] else 0.4
+            axes[2].plot(contexts, times, METHOD_STYLES[method], **drawn)
             axes[2].set(xlabel="context, tokens", ylabel="ms a step (depth cut)", xscale="log", yscale="log")
         for axis in axes:
             axis.grid(alpha=0.3)

@@ -27,7 +27,9 @@ def record(method, time, batch=256, context=288, **fields):
 RECORDS = [
     record("eager", 15000.0),
     record("replay", 10000.0, kernels_us=KERNELS),
-    record("replay", 12000.0, buffer_length=8),
+    record("replay", 12000.0, buffer_length=32),
+    record("replay", 12500.0, buffer_length=8),
+    record("replay", 11000.0, phases="synchronised"),
     record("replay", 7500.0, state="nvfp4"),
     record("eager", 4000.0, batch=1),
     record("replay", 4100.0, batch=1),
@@ -79,7 +81,9 @@ def test_tables_pair_the_methods(files):
     assert contexts[0].startswith("| Nemotron-3-Nano-4B | 10 (cut) | 64 | 288 | 20 % | 1.00 | 0.80 | 1.25 |")
     assert [line.split(" | ")[3:9] for line in variants] == [
         ["random", "fp32", "16", "15.00", "10.00", "1.50"],
-        ["random", "fp32", "8", "15.00", "12.00", "1.25"],
+        ["random", "fp32", "8", "15.00", "12.50", "1.20"],
+        ["random", "fp32", "32", "15.00", "12.00", "1.25"],
+        ["synchronised", "fp32", "16", "15.00", "11.00", "1.36"],
         ["random", "nvfp4 of fp32", "16", "15.00", "7.50", "2.00"],
     ]
     assert kinds == [
