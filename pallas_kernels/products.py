@@ -69,11 +69,8 @@ def multiply(
     x: [M, K]; matrix: [K, N]. activation: "squared relu" of the product as rounded, or "gated silu",
     silu(left half) times right half, [M, N / 2]. parts: sums over as many parts of K; None: one, as rounded.
     """
-    (given, inputs), outputs, dtype = x.shape, matrix.shape[1], x.dtype
-    check(given, inputs, outputs, dtype, activation)
-    # Arrays in memory have whole tiles of 8 rows, or less than one.
-    count = given if given < 8 else -(-given // 8) * 8
-    x = jnp.pad(x, ((0, count - given), (0, 0)))
+    (count, inputs), outputs, dtype = x.shape, matrix.shape[1], x.dtype
+    check(count, inputs, outputs, dtype, activation)
     plgpu = mosaic_gpu()
     gated = activation == GATED_SILU
     width = outputs // 2 if gated else outputs
@@ -81,16 +78,27 @@ def multiply(
     steps = inputs // _STEP
     share = -(-steps // (parts or 1))
     out_dtype = dtype if parts is None else jnp.float32
+    piece = _LINE // jnp.dtype(out_dtype).itemsize
+    pieces = COLUMNS // piece
     resident = -(-(-(-width // COLUMNS) * (parts or 1)) // SMS)
-    room = SM_SHARED_BYTES // resident - 12 * 1024
+    room = SM_SHARED_BYTES // resident - pieces * ROWS * _LINE - 3 * 1024
     stages = max(2, min(_MOST_STAGES, room // ((ROWS + blocks * COLUMNS) * _STEP * 2)))
 
-    def tiled(dtype: Any) -> tuple:
-        return plgpu.TilingTransform((8, _LINE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(_LINE)
+    def viewed(shape: tuple[int, ...], dtype: Any) -> Any:
+        """A buffer of lines of 128 bytes in tiles of 8, as products and registers have it, and, in the same
+        places, without tiles, as copies do: arrays in memory may then have any number of rows."""
+        lines = plgpu.SwizzleTransform(_LINE)
+        tiles = plgpu.TilingTransform((8, _LINE // jnp.dtype(dtype).itemsize))
+        plain = plgpu.SMEM(shape, dtype, transforms=(lines,))
+        if interpret is not None:
+            return plain
+        return plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(tiles, lines)), plain)
 
-    piece = _LINE // jnp.dtype(out_dtype).itemsize
-
-    def body(x_in: Any, matrix_in: Any, out: Any, left: Any, right: Any, staged: Any, ready: Any) -> None:
+    def body(x_in: Any, matrix_in: Any, out: Any, *scratch: Any) -> None:
+        *buffers, ready = scratch
+        # The interpreter has neither tiles nor two views of the same places.
+        views = [(buffer, buffer) if interpret is not None else buffer for buffer in buffers]
+        (left, rows_landing), (right, landing), (staged, leaving) = views
         column = lax.axis_index("columns") * COLUMNS
         part = lax.axis_index("part")
         first = part * share
@@ -101,10 +109,11 @@ def multiply(
 
         def issue(i: jax.Array, carry: None = None) -> None:
             stage, place = lax.rem(i, stages), pl.ds((first + i) * _STEP, _STEP)
-            plgpu.copy_gmem_to_smem(x_in.at[here, place], left.at[stage, pl.ds(0, rows)], ready.at[stage])
+            destination = rows_landing.at[stage, pl.ds(0, rows)]
+            plgpu.copy_gmem_to_smem(x_in.at[here, place], destination, ready.at[stage])
             for block in range(blocks):
-                columns = pl.ds(column + block * width, COLUMNS)
-                plgpu.copy_gmem_to_smem(matrix_in.at[place, columns], right.at[stage, block], ready.at[stage])
+                source = matrix_in.at[place, pl.ds(column + block * width, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, landing.at[stage, block], ready.at[stage])
             return carry
 
         lax.fori_loop(0, jnp.minimum(mine, stages), issue, None)
@@ -152,21 +161,22 @@ def multiply(
             totals = interpreted()
         result = activated(totals, activation, dtype).astype(out_dtype)
         target = out if parts is None else out.at[part]
-        for start in range(0, COLUMNS, piece):
-            staged[...] = result[:, start : start + piece]
-            plgpu.commit_smem()
-            columns = pl.ds(column + start, piece)
-            plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, rows)], target.at[here, columns])
-            plgpu.wait_smem_to_gmem(0)
+        for i in range(pieces):
+            staged[i] = result[:, i * piece : (i + 1) * piece]
+        plgpu.commit_smem()
+        for i in range(pieces):
+            columns = pl.ds(column + i * piece, piece)
+            plgpu.copy_smem_to_gmem(leaving.at[i, pl.ds(0, rows)], target.at[here, columns])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     shape = (count, width) if parts is None else (parts, count, width)
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(shape, out_dtype),
         scratch_types=(
-            plgpu.SMEM((stages, ROWS, _STEP), dtype, transforms=tiled(dtype)),
-            plgpu.SMEM((stages, blocks, _STEP, COLUMNS), dtype, transforms=tiled(dtype)),
-            plgpu.SMEM((ROWS, piece), out_dtype, transforms=tiled(out_dtype)),
+            viewed((stages, ROWS, _STEP), dtype),
+            viewed((stages, blocks, _STEP, COLUMNS), dtype),
+            viewed((pieces, ROWS, piece), out_dtype),
             plgpu.Barrier(num_arrivals=1 + blocks, num_barriers=stages),
         ),
         grid=(-(-width // COLUMNS), parts or 1),
@@ -175,4 +185,4 @@ def multiply(
         kernel_name="few_rows",
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(x, matrix)[..., :given, :]
+    return kernel(x, matrix)

@@ -327,7 +327,7 @@ def kernel_gated_norm(
 def kernel_product(
     x: jax.Array, matrix: jax.Array, activation: str | None = None, summed: bool = True
 ) -> jax.Array | None:
-    """A few rows' product with a matrix by its GPU kernel; None where XLA's serves better or alone.
+    """A few rows' product with a matrix by its GPU kernel; None where it cannot serve.
 
     x: [*rows, K]; matrix: [K, N]; activation: as `pallas_kernels.products` has it. Returns [*rows, N] in the
     dtype of x, or where `summed` is False float32 parts [S, rows, N] that are to be added.
@@ -335,7 +335,7 @@ def kernel_product(
     from pallas_kernels import products
 
     rows = math.prod(x.shape[:-1])
-    if rows > PRODUCT_ROWS or not _serves(products.check, rows, *matrix.shape, x.dtype, activation):
+    if not _serves(products.check, rows, *matrix.shape, x.dtype, activation):
         return None
     parts = None if summed else products.parts_of(*matrix.shape)
     result = _kernel_product(x.reshape(rows, -1), matrix, activation=activation, parts=parts)
@@ -426,9 +426,6 @@ def _residual_norm(x, parts, weight, *, eps, offset):
     return residual_norm.add_then_norm(x, parts, weight, eps=eps, offset=offset)
 
 
-# Up to so many rows take about the time of one, and less than XLA's product (bench/NOTES.md, "Products of a
-# step").
-PRODUCT_ROWS = 32
 # One inner program a layer kind: its kernels are traced and lowered once, however many layers use them.
 _kernel_step = jax.jit(_step, static_argnames="recurrence")
 _kernel_attention = jax.jit(_attention)

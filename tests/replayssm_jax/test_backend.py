@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import re
 import sys
 import types
@@ -294,20 +295,18 @@ def test_a_prompt_brings_the_constants_of_a_model_whose_weights_changed(monkeypa
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("rows", "served"), [((32, 1), True), ((8, 4), True), ((1, 17), True), ((33, 1), False)]
+    ("rows", "served"), [((64, 1), True), ((8, 4), True), ((1, 17), True), ((65, 1), False), ((17, 4), False)]
 )
-def test_steps_of_up_to_32_rows_have_their_products_from_the_kernel(rows, served, monkeypatch):
+def test_steps_of_up_to_64_rows_have_their_products_from_the_kernel(rows, served, monkeypatch):
     monkeypatch.setattr(backend, "_kernel_product", portable_product)
-    x, matrix = jnp.ones((*rows, 128)), jnp.ones((128, 64))
-    refused = backend.kernel_product(x, matrix)
-    assert refused is None
-    whole, parts = (
-        backend.kernel_product(x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16), summed=summed)
-        for summed in (True, False)
-    )
-    assert (whole is None) == (parts is None) == (not served)
-    if whole is not None and parts is not None:
-        assert whole.shape == (*rows, 64) and parts.shape[1:] == (rows[0] * rows[1], 64)
+    x, matrix = jnp.ones((*rows, 128), jnp.bfloat16), jnp.ones((128, 64), jnp.bfloat16)
+    assert backend.kernel_product(x.astype(jnp.float32), matrix) is None
+    whole, parts = (backend.kernel_product(x, matrix, summed=summed) for summed in (True, False))
+    if not served:
+        assert whole is None and parts is None
+        return
+    assert whole is not None and whole.shape == (*rows, 64)
+    assert parts is not None and parts.shape[1:] == (math.prod(rows), 64)
 
 
 @needs_kernels
