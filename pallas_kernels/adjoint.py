@@ -2,7 +2,8 @@
 warp, taken back over blocks of 16 tokens, newest first.
 
 Per row, from z = q: each token j, newest first, does c_j = beta_j k_j . z and z = alpha_j (z - c_j k_j).
-Inside a block only the projections k_i . z move, by the keys' Gram matrix; z follows once a block.
+Inside a block only the projections k_i . z move, by the keys' Gram matrix; z follows once a block. Where
+there are eight rows at most, nothing is computed in the registers of rows 8 to 15.
 """
 
 import functools
@@ -12,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import BLOCK, Products, flat, fours, scaled
+from pallas_kernels.blocks import BLOCK, Products, flat, fours, groups_of, scaled
 from pallas_kernels.pipeline import Geometry, Group
+
+# Pieces of 16 columns whose loads are on their way together.
+_TOGETHER = 4
 
 
 def adjoint_block(
@@ -38,21 +42,22 @@ def adjoint_block(
 
     block = Products(ops, keys, slot_of)
     parts = warp_parts(geo, newest=newest)
-    places = [ops.warp // parts * BLOCK + block.row + 8 * half for half in range(2)]
+    halves = range(1 if tokens * heads <= BLOCK // 2 else 2)
+    places = [ops.warp // parts * BLOCK + block.row + 8 * half for half in halves]
     used = [place < tokens * heads for place in places]
     places = [ops.select(there, place, place * 0) for there, place in zip(used, places, strict=True)]
     reader = [place // heads for place in places]
     head = [place - t * heads for place, t in zip(places, reader, strict=True)]
 
     def rows(p: Any) -> tuple[list, list]:
-        """Columns 16 p .. 16 p + 15 of z, and as left operands."""
+        """Columns 16 p .. 16 p + 15 of z, four a half, and as left operands."""
         column = block.quad * 4 + p * 16
         if not newest:
-            halves = [ops.reals(readers, place, column) for place in places]
-            return halves, block.left(*halves)
-        top, bottom = (ops.quad(queries, t, column) for t in reader)
-        halves = [[f(w) for w in words for f in (ops.low, ops.high)] for words in (top, bottom)]
-        return halves, [[top[0], bottom[0], top[1], bottom[1]]]
+            columns = [ops.reals(readers, place, column) for place in places]
+            return columns, block.left(*columns)
+        words = [ops.quad(queries, t, column) for t in reader]
+        columns = [[f(w) for w in pair for f in (ops.low, ops.high)] for pair in words]
+        return columns, block.interleaved([words])
 
     part_count = 1 if newest else 3
 
@@ -60,13 +65,17 @@ def adjoint_block(
         four = fours(carry)
         return [four[:part_count], four[part_count:-2]], four[-2:]
 
-    def project(p: Any, carry: list) -> list:
-        sums, gram = block.project(p, rows(p)[1], *unflatten(carry))
+    def project(i: Any, carry: list) -> list:
+        sums, gram = unflatten(carry)
+        for k in range(_TOGETHER):
+            p = i * _TOGETHER + k
+            sums, gram = block.project(p, rows(p)[1], sums, gram)
         return flat(*sums[0], *sums[1], *gram)
 
     start = [block.zero] * (4 * (2 * part_count + 2))
-    sums, gram = unflatten(ops.loop(geo.d_state // 16, project, start))
-    projections = block.joined(sums)
+    sums, gram = unflatten(ops.loop(geo.d_state // 16 // _TOGETHER, project, start))
+    own_rows = 2 * len(halves)
+    projections = [four[:own_rows] for four in block.joined(sums)]
 
     def own(ref: Any, half: int) -> list:
         """Scalars of the own tokens, zero for those that the reader does not see."""
@@ -76,17 +85,17 @@ def adjoint_block(
             for token, slot in zip(block.tokens, block.slots, strict=True)
         ]
 
-    logs, rates = ([own(ref, half) for half in range(2)] for ref in (log_decays, betas))
+    logs, rates = ([own(ref, half) for half in halves] for ref in (log_decays, betas))
     decays = [[ops.exp(x) for x in part] for part in logs]
 
     def step_back(tile: int, count: Any, i: Any, carry: list) -> list:
-        four = fours(carry)
-        projections, found = four[:2], four[2:]
+        columns = groups_of(own_rows, carry)
+        projections, found = columns[:2], columns[2:]
         quad = count - 1 - i
         owner = block.row * 4 + quad
         for odd in (1, 0):
             decay, update = [], []
-            for half in range(2):
+            for half in halves:
                 at, token = 2 * half + odd, 2 * tile + odd
                 weight = rates[half][token] * projections[tile][at]
                 found[tile][at] = ops.select(ops.equal(block.quad, quad), weight, found[tile][at])
@@ -100,11 +109,11 @@ def adjoint_block(
                 ]
         return flat(*projections, *found)
 
-    carry = flat(*projections) + [block.zero] * 8
+    carry = flat(*projections) + [block.zero] * (2 * own_rows)
     counts = block.quads(length + tokens - first)
     for tile in (1, 0):
         carry = ops.loop(counts[tile], functools.partial(step_back, tile, counts[tile]), carry)
-    found = fours(carry)[2:]
+    found = groups_of(own_rows, carry)[2:]
 
     since, whole = zip(*(_running_sums(block, part) for part in logs), strict=True)
     totals = [ops.exp(x) for x in whole]
@@ -119,21 +128,21 @@ def adjoint_block(
 
     def move(i: Any, carry: list) -> list:
         p = part * share + i
-        halves = block.add(p, scaled(rows(p)[0], totals), back)
-        for half in range(2):
-            ops.store(readers, places[half], block.quad * 4 + p * 16, halves[half], used[half])
+        moved = block.add(p, scaled(rows(p)[0], totals), back)
+        for half in halves:
+            ops.store(readers, places[half], block.quad * 4 + p * 16, moved[half], used[half])
         return carry
 
     ops.loop(share, move, [])
 
     writes = [there & ops.equal(part, 0) for there in used]
     if newest:
-        for half in range(2):
+        for half in halves:
             for column in range(0, geo.slots, BLOCK):
                 zeros = [block.zero] * 4
                 ops.store(weights, places[half], block.quad * 4 + column, zeros, writes[half])
         ops.sync()
-    for half in range(2):
+    for half in halves:
         for k, (token, slot) in enumerate(zip(block.tokens, block.slots, strict=True)):
             there = writes[half] & (first + token < length + tokens)
             ops.store(weights, places[half], slot, [found[k // 2][2 * half + k % 2]], there)

@@ -29,9 +29,14 @@ def flat(*fours: list) -> list:
     return [x for four in fours for x in four]
 
 
+def groups_of(count: int, numbers: list) -> list:
+    """Lists of so many numbers each."""
+    return [numbers[i : i + count] for i in range(0, len(numbers), count)]
+
+
 def fours(numbers: list) -> list:
     """Lists of four numbers each."""
-    return [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+    return groups_of(4, numbers)
 
 
 class Fragments:
@@ -57,10 +62,17 @@ class Fragments:
                 (a - self.ops.low(p), b - self.ops.high(p)) for (a, b), p in zip(pairs, packed, strict=True)
             ]
 
-    def left(self, top: list, bottom: list) -> list:
-        """Left operands, one a part, of 16 columns of rows g and g + 8."""
-        pairs = [tuple(top[:2]), tuple(bottom[:2]), tuple(top[2:]), tuple(bottom[2:])]
-        return self.split(pairs, self.part_count)
+    def left(self, *halves: list) -> list:
+        """Left operands, one a part, of 16 columns of rows g and, where they are given, g + 8."""
+        pairs = [pair for half in halves for pair in (tuple(half[:2]), tuple(half[2:]))]
+        return self.interleaved([groups_of(2, words) for words in self.split(pairs, self.part_count)])
+
+    def interleaved(self, parts: list) -> list:
+        """Left operands of parts, each the two words of rows g and, where they are given, of g + 8."""
+        none = (self.quad & 0,) * 2
+        return [
+            [word for pair in zip(part[0], [*part, none][1], strict=True) for word in pair] for part in parts
+        ]
 
     def product(self, totals: list, left: list, columns: list) -> list:
         """totals [n] + left operand x right operands, one an n."""
@@ -114,22 +126,25 @@ class Products(Fragments):
         return [[four] * parts] * 2, [four] * 2
 
     def parts(self, columns: list) -> list:
-        """Left operands of columns over tokens."""
-        pairs = [tuple(columns[n][2 * half : 2 * half + 2]) for n in range(2) for half in range(2)]
-        return self.split(pairs, 3)
+        """Left operands of columns over tokens; of rows g alone where they hold no others."""
+        halves = range(len(columns[0]) // 2)
+        pairs = [tuple(columns[n][2 * half : 2 * half + 2]) for half in halves for n in range(2)]
+        return self.interleaved([groups_of(2, words) for words in self.split(pairs, 3)])
 
     def add(self, p: Any, halves: list, parts: list) -> list:
-        """Columns 16 p .. 16 p + 15 of rows g and g + 8, plus columns over tokens x keys."""
+        """Columns 16 p .. 16 p + 15 of rows g and, where they are given, g + 8, plus columns over tokens x
+        keys."""
         ops = self.ops
-        top, bottom = halves
         words = [ops.pair(self.keys, slot, self.row * 2, p * 16) for slot in self.slots]
-        new: list = [[None] * 4, [None] * 4]
+        new: list = [[None] * 4 for _ in halves]
         for j, choose in enumerate((ops.lows, ops.highs)):
             right = [choose(words[0], words[1]), choose(words[2], words[3])]
-            total = [top[j], top[2 + j], bottom[j], bottom[2 + j]]
+            total = [half[i + j] for half in halves for i in (0, 2)]
+            total += [self.zero] * (4 - len(total))
             for part in reversed(parts):
                 total = ops.product(total, part, right)
-            new[0][j], new[0][2 + j], new[1][j], new[1][2 + j] = total
+            for half, pair in zip(new, groups_of(2, total), strict=False):
+                half[j], half[2 + j] = pair
         return new
 
     def quads(self, tokens: Any) -> list:

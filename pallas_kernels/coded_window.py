@@ -232,7 +232,8 @@ def stream_coded_window(
             @pl.when(chunk.tile == 0)
             def _():
                 position = chunk.start + chunk.length
-                append_group(plgpu, geo, smem, source, chunk.row, chunk.group, position)
+                held = smem.keys, smem.row_scalars
+                append_group(plgpu, geo, *held, source, chunk.row, chunk.group, position)
 
             recurrence.coefficients(
                 Group(

@@ -276,7 +276,8 @@ class Recurrence:
     array. shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients`
     writes it. coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers
     from one group's data. apart: it runs in a warpgroup of its own, one group ahead of the tiles.
-    compact: with exact products it gives weights of the group's heads alone.
+    compact: with exact products it reads keys and scalars of the slots in use alone and gives weights of
+    the group's heads alone.
     scratch(plgpu, geometry, exact): extra SMEM buffers of `coefficients`. check(geometry): raises
     `Unsupported` on sizes that it cannot serve.
     """

@@ -14,6 +14,7 @@ have their own; one may do other work.
 
 import dataclasses
 import functools
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,6 +43,9 @@ from pallas_kernels.pipeline import (
 from pallas_kernels.readout import Readout, store_row
 from pallas_kernels.rows import WARPGROUP, copy_rows, init_barriers, wait_rows
 from pallas_kernels.window_parts import Ahead, Work, aligned_head, append_group, split_stages
+
+# Chunks that are known at once: two whose tiles are at work or ready for it, and two whose coefficients are.
+KNOWN = 4
 
 
 class Chunk(NamedTuple):
@@ -110,58 +114,59 @@ def stream_window(
 
     # What a group's tiles need is kept twice when the next group's is computed meanwhile.
     halves = 2 if apart else 1
-    reader_halves = 2 if recurrence.shared_reader else 1
-    scratch = {
-        "keys": plgpu.SMEM((geo.slots, geo.d_state), operands.new_keys.dtype),
-        "reader": plgpu.SMEM((reader_halves, tokens, geo.d_state), operands.reader.dtype),
-        "scalars": tuple(
-            plgpu.SMEM((geo.slots, geo.head_slots), jnp.float32) for _ in range(recurrence.scalars)
-        ),
-        "row_scalars": tuple(plgpu.SMEM((tokens, geo.heads), jnp.float32) for _ in range(recurrence.scalars)),
-        "weights": plgpu.SMEM(
-            (halves, tokens, geo.group_heads if compact else geo.head_slots, geo.slots), jnp.float32
-        ),
-        "ticket": plgpu.SMEM((WARPGROUP,), jnp.int32),
-        "group_barrier": plgpu.Barrier(num_arrivals=group_copies),
-        "constants": None,
-        "scale": None,
-        "readers": None,
-        "packed": None,
-        "extra": recurrence.scratch(plgpu, geo, exact),
-    }
-    if apart:
-        if claims:
-            scratch["chunks"] = plgpu.SMEM((3, len(Chunk._fields)), jnp.int32)
-            scratch["known"] = plgpu.Barrier(num_arrivals=1, num_barriers=3)
-        scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
-        scratch["free"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
-    if has_constants:
-        scratch["constants"] = plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
-    if recurrence.shared_reader:
-        scratch["scale"] = plgpu.SMEM((halves, tokens, geo.head_slots), jnp.float32)
-    else:
-        scratch["readers"] = plgpu.SMEM((halves, tokens, geo.group_heads, geo.d_state), jnp.float32)
-    if parts:
-        heads = 1 if recurrence.shared_reader else geo.group_heads
-        scratch["packed"] = plgpu.SMEM(
-            (halves, heads, columns, geo.d_state), state_dtype, transforms=transforms(state_dtype)
-        )
-    warpgroups = 1 + apart + (beside is not None)
-    if beside is not None:
-        scratch["beside"] = beside.scratch
-    earlier = Ahead.fitting(before, launch.flush_workers, warpgroups, scratch, fused)
-    if earlier is not None:
-        warpgroups = earlier.warpgroups
-        scratch |= earlier.scratch(plgpu)
+    # Keys and scalars of the slots in use; without exact products vectors of all slots are read.
+    held = ring + tokens if compact else geo.slots
+    # Copies begin at multiples of 128 bytes.
+    row_scalar_rows = next(rows for rows in itertools.count(tokens) if rows * geo.heads % 32 == 0)
 
-    def stages_or_work(stages: int) -> Any:
-        """The stages, in memory that the earlier work has used when they begin."""
-        return earlier.and_stages(plgpu, staged(stages)) if earlier else staged(stages)
+    def buffers_of(copies: int) -> dict:
+        """Shared memory but for the stages; copies: groups whose copies are kept at once."""
+
+        def of_scalars(rows: int, heads: int) -> tuple:
+            return (plgpu.SMEM((copies, rows, heads), jnp.float32),) * recurrence.scalars
+
+        readers = max(copies, 2 if recurrence.shared_reader else 1)
+        scratch = {
+            "keys": plgpu.SMEM((copies, held, geo.d_state), operands.new_keys.dtype),
+            "reader": plgpu.SMEM((readers, tokens, geo.d_state), operands.reader.dtype),
+            "scalars": of_scalars(held, geo.head_slots),
+            "row_scalars": of_scalars(row_scalar_rows, geo.heads),
+            "weights": plgpu.SMEM(
+                (halves, tokens, geo.group_heads if compact else geo.head_slots, geo.slots), jnp.float32
+            ),
+            "ticket": plgpu.SMEM((WARPGROUP,), jnp.int32),
+            "group_barrier": plgpu.Barrier(num_arrivals=group_copies, num_barriers=copies),
+            "constants": None,
+            "scale": None,
+            "readers": None,
+            "packed": None,
+            "extra": recurrence.scratch(plgpu, geo, exact),
+        }
+        if apart:
+            if claims:
+                scratch["chunks"] = plgpu.SMEM((KNOWN, len(Chunk._fields)), jnp.int32)
+                scratch["known"] = plgpu.Barrier(num_arrivals=1, num_barriers=KNOWN)
+            scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+            scratch["free"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+        if has_constants:
+            scratch["constants"] = plgpu.SMEM((recurrence.head_constants, geo.head_slots), jnp.float32)
+        if recurrence.shared_reader:
+            scratch["scale"] = plgpu.SMEM((halves, tokens, geo.head_slots), jnp.float32)
+        else:
+            scratch["readers"] = plgpu.SMEM((halves, tokens, geo.group_heads, geo.d_state), jnp.float32)
+        if parts:
+            heads = 1 if recurrence.shared_reader else geo.group_heads
+            scratch["packed"] = plgpu.SMEM(
+                (halves, heads, columns, geo.d_state), state_dtype, transforms=transforms(state_dtype)
+            )
+        if beside is not None:
+            scratch["beside"] = beside.scratch
+        return scratch
 
     def waiting(stages: int, ctas: int) -> dict:
         """What the stages and the CTA's share of the plan need besides."""
-        copies = 1 if fused else 2 + granules
-        made = {"tile_barrier": plgpu.Barrier(num_arrivals=copies, num_barriers=stages)}
+        arrivals = 1 if fused else 2 + granules
+        made = {"tile_barrier": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)}
         if not claims:
             made["cursor"] = plgpu.SMEM((listed_rows(geo.batch, ctas), 4), jnp.int32)
             made["cursor_barrier"] = plgpu.Barrier(num_arrivals=1)
@@ -169,17 +174,44 @@ def stream_window(
             made["rows_landed"] = plgpu.SMEM((stages, 2), jnp.int32)
         return made
 
+    warpgroups = 1 + apart + (beside is not None)
     # A stage is a tile: of a state half as wide, twice as many keep the same bytes in flight.
     deeper = dataclasses.replace(launch, stages=launch.stages * 4 // jnp.dtype(state_dtype).itemsize)
-    ctas, stages = fit(
-        deeper, lambda stages: shared_bytes((scratch, stages_or_work(stages), waiting(stages, SMS)))
-    )
+
+    def arranged(copies: int) -> tuple[dict, Ahead | None, Callable[[int], Any], tuple[int, int]]:
+        """Shared memory, earlier work, the stages in the memory that this has used, and CTAs and stages."""
+        scratch = buffers_of(copies)
+        earlier = Ahead.fitting(before, launch.flush_workers, warpgroups, scratch, fused)
+        if earlier is not None:
+            scratch |= earlier.scratch(plgpu)
+
+        def stages_or_work(stages: int) -> Any:
+            return earlier.and_stages(plgpu, staged(stages)) if earlier else staged(stages)
+
+        sizes = fit(
+            deeper, lambda stages: shared_bytes((scratch, stages_or_work(stages), waiting(stages, SMS)))
+        )
+        return scratch, earlier, stages_or_work, sizes
+
+    # The next group's copies come during the work on this one where no stage has to go for that.
+    copies, arrangement = 1, arranged(1)
+    if apart:
+        twice = arranged(2)
+        if [twice[1] and twice[1].warpgroups, twice[3]] == [
+            arrangement[1] and arrangement[1].warpgroups,
+            arrangement[3],
+        ]:
+            copies, arrangement = 2, twice
+    scratch, earlier, stages_or_work, (ctas, stages) = arrangement
+    if earlier is not None:
+        warpgroups = earlier.warpgroups
     all_tiles = geo.batch * row_tiles
     # Coefficients that need a warpgroup of their own take longer than `stages` tiles.
     span = chunk_tiles(tiles, 2 * stages if apart else stages, all_tiles // ctas)
     ctas = min(ctas, all_tiles // span if claims else all_tiles)
     listed = listed_rows(geo.batch, ctas)
     scratch |= {"stages": stages_or_work(stages)} | waiting(stages, ctas)
+    reader_halves = scratch["reader"].shape[0]
 
     def body(source: Any, buffers: dict) -> None:
         buffers, work_buffers = split_stages(earlier, buffers)
@@ -227,11 +259,12 @@ def stream_window(
             return chunk_at(begin)
 
         def claim_next(chunk: Chunk) -> jax.Array | None:
-            """A ticket that is on its way, for `keep_ticket`: using it at once would wait for memory."""
+            """A ticket that is on its way, for `keep_ticket`: using it at once would wait for memory. After
+            the last chunk there is none to claim."""
             if not claims:
                 return None
             if fused:
-                return claim(plgpu, counts_in, all_chunks - 1, place=3)
+                return claim(plgpu, counts_in, jnp.where(chunk.count > 0, all_chunks - 1, -1), place=3)
             return jnp.full((WARPGROUP,), chunk.ticket, jnp.int32)
 
         def keep_ticket(ticket: jax.Array | None) -> None:
@@ -276,36 +309,41 @@ def stream_window(
             plgpu.copy_gmem_to_smem(source.new_values.at[block, :, tile], values.at[fresh], barrier)
 
         def issue_group(chunk: Chunk, number: jax.Array) -> None:
-            row, group = chunk.row, lax.div(chunk.within, tiles)
-            block = row * groups + group
+            row, group, half = chunk.row, lax.div(chunk.within, tiles), lax.rem(number, copies)
+            block, keys = row * groups + group, smem.keys.at[half]
             heads = pl.ds(aligned_head(geo, group), geo.head_slots)
 
             def load(array: Any, target: Any) -> None:
-                plgpu.copy_gmem_to_smem(array, target, smem.group_barrier)
+                plgpu.copy_gmem_to_smem(array, target, smem.group_barrier.at[half])
 
-            ring_copies(chunk, lambda block, slots: load(source.keys.at[block, slots], smem.keys.at[slots]))
-            load(source.new_keys.at[block], smem.keys.at[fresh])
+            ring_copies(chunk, lambda block, slots: load(source.keys.at[block, slots], keys.at[slots]))
+            load(source.new_keys.at[block], keys.at[fresh])
             load(source.reader.at[block], smem.reader.at[lax.rem(number, reader_halves)])
             for old, new, target in zip(scalar_rings, source.new_scalars, smem.scalars, strict=True):
-                load(old.at[row, :, heads], target.at[pl.ds(0, ring)])
-                load(new.at[row, :, heads], target.at[fresh])
+                load(old.at[row, :, heads], target.at[half, pl.ds(0, ring)])
+                load(new.at[row, :, heads], target.at[half, fresh])
             all_heads = skip(group == 0, row, geo.batch)
             for new, target in zip(source.new_scalars, smem.row_scalars, strict=True):
-                load(new.at[all_heads], target)
+                load(new.at[all_heads], target.at[half, pl.ds(0, tokens)])
             if has_constants:
                 load(source.constants.at[:, heads], smem.constants)
 
-        def prepare(chunk: Chunk, number: jax.Array) -> None:
-            """What the tiles of a chunk need; claims the next chunk."""
-            ticket = claim_next(chunk)
+        def prepare(chunk: Chunk, number: jax.Array, last: Chunk) -> None:
+            """What the tiles of a chunk need; claims the chunk after `last`."""
+            ticket = claim_next(last)
             half, reader_half = lax.rem(number, halves), lax.rem(number, reader_halves)
-            plgpu.barrier_wait(smem.group_barrier)
+            place = lax.rem(number, copies)
+            keys, scalars, row_scalars = (
+                jax.tree.map(lambda one: one.at[place], both)
+                for both in (smem.keys, smem.scalars, smem.row_scalars)
+            )
+            plgpu.barrier_wait(smem.group_barrier.at[place])
             group = lax.div(chunk.within, tiles)
 
             @pl.when(lax.rem(chunk.within, tiles) == 0)
             def _():
                 position = chunk.start + chunk.length
-                append_group(plgpu, geo, smem, source, chunk.row, group, position)
+                append_group(plgpu, geo, keys, row_scalars, source, chunk.row, group, position)
 
             recurrence.coefficients(
                 Group(
@@ -316,9 +354,9 @@ def stream_window(
                     start=chunk.start,
                     length=chunk.length,
                     offset=group * geo.group_heads - aligned_head(geo, group),
-                    keys=smem.keys,
+                    keys=keys,
                     reader=smem.reader.at[reader_half],
-                    scalars=smem.scalars,
+                    scalars=scalars,
                     constants=smem.constants,
                     weights=smem.weights.at[half],
                     scale=smem.scale.at[half] if recurrence.shared_reader else None,
@@ -372,12 +410,12 @@ def stream_window(
             synchronise(plgpu, fused)
 
         def known_chunk(number: jax.Array) -> Chunk:
-            place = lax.rem(number, 3)
+            place = lax.rem(number, KNOWN)
             plgpu.barrier_wait(smem.known.at[place])
             return Chunk(*(smem.chunks[place, i] for i in range(len(Chunk._fields))))
 
         def publish(chunk: Chunk, number: jax.Array) -> None:
-            place = lax.rem(number, 3)
+            place = lax.rem(number, KNOWN)
             for i, field in enumerate(chunk):
                 smem.chunks[place, i] = field
             plgpu.commit_smem()
@@ -391,19 +429,31 @@ def stream_window(
         def serve_groups() -> None:
             """The coefficients of all chunks, up to two ahead of the tiles."""
 
+            def issue(chunk: Chunk, number: jax.Array) -> None:
+                pl.when(chunk.count > 0)(functools.partial(issue_group, chunk, number))
+
             def one(carry: tuple) -> tuple:
                 number, chunk = carry
+                after = following(chunk)
                 if claims:
-                    publish(chunk, number)
-                issue_group(chunk, number)
+                    publish(after, number + 1)
+                if copies > 1:
+                    issue(after, number + 1)
                 wait_free(number - 2)
-                prepare(chunk, number)
+                prepare(chunk, number, after)
                 plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
-                return number + 1, following(chunk)
+                if copies == 1:
+                    issue(after, number + 1)
+                return number + 1, after
 
-            number, chunk = lax.while_loop(lambda carry: carry[1].count > 0, one, (jnp.int32(0), opening()))
+            first, zero = opening(), jnp.int32(0)
+            ticket = claim_next(first)
             if claims:
-                publish(chunk, number)
+                publish(first, zero)
+            issue(first, zero)
+            keep_ticket(ticket)
+            plgpu.commit_smem()
+            number, _ = lax.while_loop(lambda carry: carry[1].count > 0, one, (zero, first))
             wait_free(number - 2)
             wait_free(number - 1)
             plgpu.wait_smem_to_gmem(0)
@@ -439,7 +489,7 @@ def stream_window(
                     plgpu.barrier_wait(smem.ready.at[lax.rem(number, 2)])
                     after = known_chunk(number + 1) if claims else following(chunk)
                 else:
-                    prepare(chunk, number)
+                    prepare(chunk, number, chunk)
                     after = following(chunk)
 
                     @pl.when(after.count > 0)

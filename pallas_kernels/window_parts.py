@@ -87,7 +87,8 @@ def aligned_head(geometry: Geometry, group: Any) -> Any:
 def append_group(
     plgpu: Any,
     geometry: Geometry,
-    smem: Any,
+    keys: Any,
+    row_scalars: tuple,
     rings: Any,
     row: jax.Array,
     group: jax.Array,
@@ -95,14 +96,14 @@ def append_group(
 ) -> None:
     """Begins to append the new tokens' keys of a group and, with group 0, all scalars of the row.
 
-    smem: `keys` [slots, K] and `row_scalars` [T, H]. rings: `keys` and `scalars`. first: the position of the
-    first new token.
+    In shared memory: keys [slots, K], and row_scalars of [T, H] each. rings: `keys` and `scalars`. first: the
+    position of the first new token.
     """
     block = row * geometry.groups + group
     for t in range(geometry.tokens):
         slot = lax.rem(first + t, geometry.ring)
         plgpu.copy_smem_to_gmem(
-            smem.keys.at[pl.ds(geometry.ring + t, 1)],
+            keys.at[pl.ds(geometry.ring + t, 1)],
             rings.keys.at[block, pl.ds(slot, 1)],
             commit_group=False,
         )
@@ -110,7 +111,7 @@ def append_group(
         @pl.when(group == 0)
         def _(t=t, slot=slot):
             # A whole row of heads at once: partial sectors cost a read before the write.
-            for target, source in zip(rings.scalars, smem.row_scalars, strict=True):
+            for target, source in zip(rings.scalars, row_scalars, strict=True):
                 plgpu.copy_smem_to_gmem(source.at[t], target.at[row, slot], commit_group=False)
 
     plgpu.commit_smem_to_gmem_group()
