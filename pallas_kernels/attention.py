@@ -21,6 +21,8 @@ from pallas_kernels.pipeline import SM_SHARED_BYTES, SMS, shared_bytes
 # Rows of a product on the tensor cores; queries beyond a head's own are never stored.
 ROWS = 64
 COLUMNS = 64
+# Columns of a block that are copied together; those of which a row has none are not read.
+_COPIED = 32
 # Columns below which a part of a row is not worth its sum with the others.
 _PART_COLUMNS = 128
 # Channels of a part's output that are stored at once.
@@ -85,8 +87,8 @@ def attend(
             "keys": plgpu.SMEM((stages, COLUMNS, width), dtype, transforms=transforms),
             "values": plgpu.SMEM((stages, COLUMNS, width), dtype, transforms=transforms),
             "query_barrier": plgpu.Barrier(num_arrivals=1, num_barriers=1 if split else 2),
-            "key_barrier": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-            "value_barrier": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            "key_barrier": plgpu.Barrier(num_arrivals=COLUMNS // _COPIED, num_barriers=stages),
+            "value_barrier": plgpu.Barrier(num_arrivals=COLUMNS // _COPIED, num_barriers=stages),
         }
         if split:
             wide = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
@@ -132,10 +134,13 @@ def attend(
         def pair_of(item: jax.Array) -> jax.Array:
             return lax.div(cta + item * ctas, parts)
 
+        def live_of(before: jax.Array) -> jax.Array:
+            return jnp.minimum(before + tokens, size)
+
         def span(item: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Tokens before the step, and the first block of the item and the one behind its last."""
             before = position_in[lax.div(pair_of(item), groups)]
-            live = jnp.minimum(before + tokens, size)
+            live = live_of(before)
             blocks = lax.div(live + (COLUMNS - 1), COLUMNS)
             share = lax.div(blocks + (parts - 1), parts)
             first = jnp.minimum(lax.rem(cta + item * ctas, parts) * share, blocks)
@@ -154,25 +159,32 @@ def attend(
 
         def issue(index: jax.Array, cursor: tuple) -> tuple:
             """Begins to copy the cursor's block, the index-th of this CTA; the cursor of the next one."""
-            item, block, end = cursor
+            item, before, block, end = cursor
 
             @pl.when((item < count) & (block < end))
             def _():
                 stage, pair = lax.rem(index, stages), pair_of(item)
-                place = pl.ds(block * COLUMNS, COLUMNS)
-                plgpu.copy_gmem_to_smem(k_in.at[pair, place], keys.at[stage], smem["key_barrier"].at[stage])
-                plgpu.copy_gmem_to_smem(
-                    v_in.at[pair, place], values.at[stage], smem["value_barrier"].at[stage]
-                )
+                barriers = (smem[name].at[stage] for name in ("key_barrier", "value_barrier"))
+                for source, target, barrier in zip((k_in, v_in), (keys, values), barriers, strict=True):
+                    for first in range(0, COLUMNS, _COPIED):
+                        place = block * COLUMNS + first
+                        # A leading index out of range makes the copy engine write zeros without reading.
+                        here = (
+                            pair if interpret is not None else jnp.where(place < live_of(before), pair, pairs)
+                        )
+                        plgpu.copy_gmem_to_smem(
+                            source.at[here, pl.ds(place, _COPIED)],
+                            target.at[stage, pl.ds(first, _COPIED)],
+                            barrier,
+                        )
 
             def beyond() -> tuple:
-                _, first, end = span(jnp.minimum(item + 1, count - 1))
-                return item + 1, first, end
+                return item + 1, *span(jnp.minimum(item + 1, count - 1))
 
-            return lax.cond(block + 1 < end, lambda: (item, block + 1, end), beyond)
+            return lax.cond(block + 1 < end, lambda: (item, before, block + 1, end), beyond)
 
         issue_queries(jnp.int32(0))
-        cursor = (jnp.int32(0), *span(jnp.int32(0))[1:])
+        cursor = (jnp.int32(0), *span(jnp.int32(0)))
         cursor = lax.fori_loop(0, stages, issue, cursor)
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=layout)
         column = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 1, layout=layout)

@@ -163,14 +163,15 @@ def test_snapshots_keep_the_state_after_every_token(name):
 
 @needs_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba2", "gated_delta"])
-def test_the_only_race_of_a_step_is_between_an_append_and_copies_of_its_dead_slot(name, capsys):
-    """A copy of a granule of ring rows may overtake the append into it: that slot's weight is 0."""
+@pytest.mark.parametrize(("name", "seen"), [("mamba2", True), ("gated_delta", False)])
+def test_the_only_race_of_a_step_is_between_an_append_and_copies_of_its_dead_slot(name, seen, capsys):
+    """A copy of a granule of ring rows may overtake the append into it: that slot's weight is 0. Gated
+    DeltaNet's copies come so early that the interpreter sees none."""
     case = cases.draw(SMALL[name], batch=3, tokens=2, buffer_length=7, slots=8)
     parameters = launch.LaunchParameters(2, 2, 8)
     check_step(case, [True, False, True], interpret=interpreter(detect_races=True), parameters=parameters)
     races = capsys.readouterr().out.split("RACE DETECTED")[1:]
-    assert races
+    assert races or not seen
     for race in races:
         write, read = (
             next(line for line in race.splitlines() if kind in line) for kind in ("write of", "read of")
