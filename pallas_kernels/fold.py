@@ -113,8 +113,7 @@ def of_rows(
 
 
 def claim(plgpu: Any, counts: Any, last: jax.Array, place: int = 2) -> jax.Array:
-    """int32 [128] whose first element is counts[place], which then moves on, back to 0 after `last`; 0 and
-    nothing moves where `last` is negative.
+    """int32 [128] whose first element is counts[place], which then moves on, back to 0 after `last`.
 
     Each thread holds an element. The value arrives while the thread goes on, until it is used.
     """
@@ -132,12 +131,11 @@ def claim(plgpu: Any, counts: Any, last: jax.Array, place: int = 2) -> jax.Array
     )
     def take(_, counts, last):
         ops, i32 = Lanes(), ir.IntegerType.get_signless(32)
-        limit = first_element(last)
-        first = ops.equal(ops.warp * 32 + ops.lane, 0) & (ops.lane * 0 - 1 < limit)
+        first = ops.equal(ops.warp * 32 + ops.lane, 0)
         at = utils.getelementptr(utils.memref_ptr(counts), [arith.constant(i32, place)], i32)
         ticket: Any = llvm.inline_asm(
             i32,
-            [at, limit.raw, first.raw],
+            [at, first_element(last).raw, first.raw],
             "mov.u32 $0, 0; @$3 atom.global.inc.u32 $0, [$1], $2;",
             "=&r,l,r,b",
             has_side_effects=True,

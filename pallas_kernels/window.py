@@ -116,21 +116,27 @@ def stream_window(
     halves = 2 if apart else 1
     # Keys and scalars of the slots in use; without exact products vectors of all slots are read.
     held = ring + tokens if compact else geo.slots
-    # Copies begin at multiples of 128 bytes.
-    row_scalar_rows = next(rows for rows in itertools.count(tokens) if rows * geo.heads % 32 == 0)
+
+    def kept(count: int, rows: int, columns: int, dtype: Any) -> Any:
+        """[count, rows or a few more, columns] in shared memory, every one at a multiple of 128 bytes, where
+        copies may begin."""
+        line = 128 // jnp.dtype(dtype).itemsize
+        return plgpu.SMEM(
+            (count, next(n for n in itertools.count(rows) if n * columns % line == 0), columns), dtype
+        )
 
     def buffers_of(copies: int) -> dict:
         """Shared memory but for the stages; copies: groups whose copies are kept at once."""
 
         def of_scalars(rows: int, heads: int) -> tuple:
-            return (plgpu.SMEM((copies, rows, heads), jnp.float32),) * recurrence.scalars
+            return (kept(copies, rows, heads, jnp.float32),) * recurrence.scalars
 
         readers = max(copies, 2 if recurrence.shared_reader else 1)
         scratch = {
-            "keys": plgpu.SMEM((copies, held, geo.d_state), operands.new_keys.dtype),
-            "reader": plgpu.SMEM((readers, tokens, geo.d_state), operands.reader.dtype),
+            "keys": kept(copies, held, geo.d_state, operands.new_keys.dtype),
+            "reader": kept(readers, tokens, geo.d_state, operands.reader.dtype),
             "scalars": of_scalars(held, geo.head_slots),
-            "row_scalars": of_scalars(row_scalar_rows, geo.heads),
+            "row_scalars": of_scalars(tokens, geo.heads),
             "weights": plgpu.SMEM(
                 (halves, tokens, geo.group_heads if compact else geo.head_slots, geo.slots), jnp.float32
             ),
@@ -193,15 +199,13 @@ def stream_window(
         )
         return scratch, earlier, stages_or_work, sizes
 
-    # The next group's copies come during the work on this one where no stage has to go for that.
-    copies, arrangement = 1, arranged(1)
-    if apart:
-        twice = arranged(2)
-        if [twice[1] and twice[1].warpgroups, twice[3]] == [
-            arrangement[1] and arrangement[1].warpgroups,
-            arrangement[3],
-        ]:
-            copies, arrangement = 2, twice
+    def costs(arrangement: tuple) -> tuple:
+        _, earlier, _, sizes = arrangement
+        return sizes, earlier and earlier.work.workers
+
+    # The next group's copies come during the work on this one where neither stages nor workers go for that.
+    once, twice = arranged(1), arranged(2) if apart else None
+    copies, arrangement = (2, twice) if twice and costs(twice) == costs(once) else (1, once)
     scratch, earlier, stages_or_work, (ctas, stages) = arrangement
     if earlier is not None:
         warpgroups = earlier.warpgroups
@@ -259,12 +263,11 @@ def stream_window(
             return chunk_at(begin)
 
         def claim_next(chunk: Chunk) -> jax.Array | None:
-            """A ticket that is on its way, for `keep_ticket`: using it at once would wait for memory. After
-            the last chunk there is none to claim."""
+            """A ticket that is on its way, for `keep_ticket`: using it at once would wait for memory."""
             if not claims:
                 return None
             if fused:
-                return claim(plgpu, counts_in, jnp.where(chunk.count > 0, all_chunks - 1, -1), place=3)
+                return claim(plgpu, counts_in, all_chunks - 1, place=3)
             return jnp.full((WARPGROUP,), chunk.ticket, jnp.int32)
 
         def keep_ticket(ticket: jax.Array | None) -> None:
@@ -272,7 +275,10 @@ def stream_window(
                 smem.ticket[...] = ticket
 
         def following(chunk: Chunk) -> Chunk:
-            return chunk_of(smem.ticket[0] + ctas) if claims else chunk_at(chunk.ticket + chunk.count)
+            """What was claimed last, behind those that all CTAs begin with; or the next one of the share."""
+            if claims:
+                return chunk_of(smem.ticket[0] + (1 + apart) * ctas)
+            return chunk_at(chunk.ticket + chunk.count)
 
         def skip(wanted: jax.Array, index: jax.Array, beyond: int) -> jax.Array:
             # A leading index out of range makes the copy engine write zeros without reading memory.
@@ -328,9 +334,9 @@ def stream_window(
             if has_constants:
                 load(source.constants.at[:, heads], smem.constants)
 
-        def prepare(chunk: Chunk, number: jax.Array, last: Chunk) -> None:
-            """What the tiles of a chunk need; claims the chunk after `last`."""
-            ticket = claim_next(last)
+        def prepare(chunk: Chunk, number: jax.Array) -> None:
+            """What the tiles of a chunk need; claims another chunk."""
+            ticket = claim_next(chunk)
             half, reader_half = lax.rem(number, halves), lax.rem(number, reader_halves)
             place = lax.rem(number, copies)
             keys, scalars, row_scalars = (
@@ -433,27 +439,24 @@ def stream_window(
                 pl.when(chunk.count > 0)(functools.partial(issue_group, chunk, number))
 
             def one(carry: tuple) -> tuple:
-                number, chunk = carry
-                after = following(chunk)
+                number, chunk, after = carry
                 if claims:
                     publish(after, number + 1)
                 if copies > 1:
                     issue(after, number + 1)
                 wait_free(number - 2)
-                prepare(chunk, number, after)
+                prepare(chunk, number)
                 plgpu.barrier_arrive(smem.ready.at[lax.rem(number, 2)])
                 if copies == 1:
                     issue(after, number + 1)
-                return number + 1, after
+                return number + 1, after, following(after)
 
             first, zero = opening(), jnp.int32(0)
-            ticket = claim_next(first)
             if claims:
                 publish(first, zero)
             issue(first, zero)
-            keep_ticket(ticket)
-            plgpu.commit_smem()
-            number, _ = lax.while_loop(lambda carry: carry[1].count > 0, one, (zero, first))
+            second = chunk_of(cta + ctas) if claims else following(first)
+            number, *_ = lax.while_loop(lambda carry: carry[1].count > 0, one, (zero, first, second))
             wait_free(number - 2)
             wait_free(number - 1)
             plgpu.wait_smem_to_gmem(0)
@@ -489,7 +492,7 @@ def stream_window(
                     plgpu.barrier_wait(smem.ready.at[lax.rem(number, 2)])
                     after = known_chunk(number + 1) if claims else following(chunk)
                 else:
-                    prepare(chunk, number, chunk)
+                    prepare(chunk, number)
                     after = following(chunk)
 
                     @pl.when(after.count > 0)

@@ -1,13 +1,14 @@
 """Every kernel lowers to CUDA at the published shapes on a machine without a GPU (jax >= 0.11.2)."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from bench.shapes import SHAPES, Shape
-from pallas_kernels import launch
+from pallas_kernels import launch, window
 from tests.pallas_kernels import cases
 
 pytestmark = pytest.mark.skipif(
@@ -118,3 +119,19 @@ def test_small_chunks_divide_a_group():
 
     assert [chunk_tiles(tiles, 4, 100) for tiles in (1, 2, 6, 7, 8, 15, 16)] == [1, 2, 6, 7, 4, 5, 4]
     assert [chunk_tiles(16, 4, share) for share in (0, 1, 2, 3)] == [1, 1, 2, 4]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_copies_into_shared_memory_begin_at_multiples_of_128_bytes(name, tokens, monkeypatch):
+    """The copy engine wants it so; a GPU stops at a misaligned address, which neither lowering nor the
+    interpreter sees."""
+    seen = {}
+    monkeypatch.setattr(window, "run_kernel", lambda *_, scratch, **__: seen.update(scratch))
+    monkeypatch.setattr(launch, "device_kind", lambda: None)
+    slots = launch.ring_slots(16, tokens)
+    draw = functools.partial(cases.draw, SHAPES[name], batch=2, tokens=tokens, buffer_length=16, slots=slots)
+    jax.eval_shape(lambda: cases.KERNELS[SHAPES[name].recurrence].window(*draw().arguments()))
+    copied = seen["keys"], seen["reader"], *seen["scalars"], *seen["row_scalars"]
+    for buffer in copied:
+        assert math.prod(buffer.shape[1:]) * jnp.dtype(buffer.dtype).itemsize % 128 == 0
