@@ -16,9 +16,6 @@ from jax import lax
 from pallas_kernels.blocks import BLOCK, Products, flat, fours, groups_of, scaled
 from pallas_kernels.pipeline import Geometry, Group
 
-# Pieces of 16 columns whose loads are on their way together.
-_TOGETHER = 4
-
 
 def adjoint_block(
     ops: Any, geo: Geometry, refs: tuple, begin: Any, first: Any, length: Any, offset: Any, *, newest: bool
@@ -65,15 +62,12 @@ def adjoint_block(
         four = fours(carry)
         return [four[:part_count], four[part_count:-2]], four[-2:]
 
-    def project(i: Any, carry: list) -> list:
-        sums, gram = unflatten(carry)
-        for k in range(_TOGETHER):
-            p = i * _TOGETHER + k
-            sums, gram = block.project(p, rows(p)[1], sums, gram)
+    def project(p: Any, carry: list) -> list:
+        sums, gram = block.project(p, rows(p)[1], *unflatten(carry))
         return flat(*sums[0], *sums[1], *gram)
 
     start = [block.zero] * (4 * (2 * part_count + 2))
-    sums, gram = unflatten(ops.loop(geo.d_state // 16 // _TOGETHER, project, start))
+    sums, gram = unflatten(ops.loop(geo.d_state // 16, project, start))
     own_rows = 2 * len(halves)
     projections = [four[:own_rows] for four in block.joined(sums)]
 
