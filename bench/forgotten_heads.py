@@ -3,16 +3,15 @@
 A step n tokens after the checkpoint S reads it as total * S z, total = exp(sum of n log decays) and z the
 reader. Counted for every (row, head) and the steps 2..L of a cycle, whose reads are not part of a flush:
 
-- `exact`: total is 0 in float32 (below 2^-126, where the device's exponential is 0);
-- `float32`, `bfloat16`: total * (largest row norm of S) * |z| < 2^-25, or 2^-9, times the RMS of the
-  head's output at the step that flushed. For the delta rule the decays bound the read just so, since every
-  token's projection I - beta k k^T with |k| <= 1 and 0 <= beta <= 1 shortens what it is applied to;
-- `ideal_*`: the same with the term itself in place of its bound and the output of the step in place of the
-  last flush's: what no rule can exceed.
+- `exact`, `float32`, `bfloat16`: what `replayssm_jax.forgotten` leaves out with `skip_forgotten` "exact" and,
+  by the kind of activations, "bounded";
+- `ideal_*`: the term itself below 2^-25, or 2^-9, times the output of the step: what no rule can exceed.
 
-Writes: `write_exact`, and `write_bounded` where total * |old row| < 2^-25 |new row| holds for every row.
-`error_*` is what the outputs of all steps lose by the skipped reads, RMS over RMS; `worst_*` the same of the
-worst single skipped read.
+Writes: `write_exact` and `write_bounded` are left out by the same functions; `write_ideal` where
+total * |old row| < 2^-25 |new row| holds for every row. `error_*` is what the outputs of all steps lose by
+the skipped reads, RMS over RMS; `worst_*` the largest share of its output, RMS over RMS, that a head lost at
+one step by one skipped read; `worst_write_*` the largest share of its norm that a row of a checkpoint lost by
+a pure write.
 
 `trained`: the embedded checkpoints over held-out text (the `test` files of bench.embedded_text), 64-token
 warm-up left out. `initialised`: layers of published sizes with random inputs, whose decay parameters are
@@ -34,23 +33,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 import replayssm_jax as rs
 from bench import result_file
 from bench.e2e_models import PUBLISHED
 from bench.shapes import SHAPES, Shape
 from models.base import HybridModel
-from replayssm_jax.cache import Cache, RecurrentLayer, static
+from replayssm_jax.cache import Cache, Reach, RecurrentLayer
+from replayssm_jax.forgotten import LEAST_FOLD, forgotten, heard
 from replayssm_jax.precision import decode
 from replayssm_jax.recurrence import RECURRENCES, gated_delta, mamba2
-from replayssm_jax.recurrence.layout import heads_first, per_head
-from replayssm_jax.recurrence.segment import prefix_sum
+from replayssm_jax.recurrence.segment import token_axis
 from replayssm_jax.replay import Segment, prefill_core
 
 NAMES = ("tiny-nemotron-h", "tiny-qwen3.5")
 TEXTS = ("play", "code")
 THRESHOLDS = {"float32": 2.0**-25, "bfloat16": 2.0**-9}
+WRITES = ("exact", "bounded", "ideal")
 WARM_UP = 64
 # Draws of A and of softplus(dt_bias) (or, for one, of dt_bias itself), and whose code draws so.
 INITIALISATIONS = {
@@ -61,47 +61,97 @@ INITIALISATIONS = {
 }
 
 
+def step_of(index: Array, fold: int, batch: int) -> Segment:
+    """One token behind `index` others, of which `fold` are folded first."""
+
+    def every(value: Any) -> Array:
+        return jnp.full((batch,), value, jnp.int32)
+
+    cursors = {"fold": every(fold), "start": every(fold), "length": every(index - fold)}
+    position = every(index)
+    return Segment(position=position, lengths=every(1), **cursors, plan=None, mode="step", tokens=1)
+
+
+def left_out(
+    recurrence: ModuleType, layer: RecurrentLayer, outputs: Array, inputs: Any, reader: Array, heads: Any
+) -> tuple[dict[str, Bool[Array, "B H L"]], dict[str, Bool[Array, "B H"]], Reach]:
+    """What the library leaves out: reads of the steps, and the fold of all of them after the last.
+
+    layer: its ring holds the L tokens in order, its reach is what was known before the first.
+    Returns also what is known after the fold.
+    """
+    batch, length = outputs.shape[:2]
+    exactly = replace(layer, reach=None)
+
+    def all_rules(layer: RecurrentLayer, part: Any, reader: Array, segment: Segment) -> tuple:
+        """By reads and folds, and the reach, of each rule."""
+        call = functools.partial(forgotten, recurrence, inputs=part, heads=heads, segment=segment)
+        rules = {"exact": (exactly, reader), "float32": (layer, reader)}
+        rules["bfloat16"] = layer, reader.astype(jnp.bfloat16)
+        return {name: call(layer, reader=reader) for name, (layer, reader) in rules.items()}
+
+    def step(reach: Reach, index: Array) -> tuple[Reach, dict[str, Array]]:
+        part = jax.tree.map(
+            lambda field: jax.lax.dynamic_slice_in_dim(field, index, 1, token_axis(field)), inputs
+        )
+        one = jax.lax.dynamic_slice_in_dim(reader, index, 1, 2)
+        output = jax.lax.dynamic_slice_in_dim(outputs, index, 1, 1)
+        segment = step_of(index, 0, batch)
+        found = all_rules(replace(layer, reach=reach), part, one, segment)
+        reach = found["float32"][2]
+        # The first step is the one that has flushed.
+        flushed = replace(segment, fold=jnp.where(index == 0, 1, segment.fold))
+        reach = heard(recurrence, reach, output, part, one, heads, flushed)
+        return reach, {name: reads for name, (_, reads, _) in found.items()}
+
+    reach, reads = jax.lax.scan(step, layer.reach, jnp.arange(length, dtype=jnp.int32))
+    # The token behind them does not matter to the fold.
+    part = jax.tree.map(lambda field: jax.lax.slice_in_dim(field, 0, 1, axis=token_axis(field)), inputs)
+    after = step_of(jnp.asarray(length), length, batch)
+    found = all_rules(replace(layer, reach=reach), part, reader[:, :, :1], after)
+    writes = {"exact": found["exact"][0], "bounded": found["float32"][0]}
+    reach = replace(reach, largest=found["float32"][2].largest)
+    return {name: jnp.moveaxis(where, 0, -1) for name, where in reads.items()}, writes, reach
+
+
 def measure(
-    recurrence: ModuleType, state: Array, inputs: Any, reader: Array, heads: Any
-) -> tuple[Float32[Array, "B L H V"], Float32[Array, "B H V K"], dict[str, Array]]:
-    """One cycle of L tokens from the checkpoint `state`: outputs, the next checkpoint, counts of every
-    head."""
+    recurrence: ModuleType, layer: RecurrentLayer, inputs: Any, reader: Array, heads: Any
+) -> tuple[Float32[Array, "B L H V"], RecurrentLayer, dict[str, Array]]:
+    """One cycle of L tokens: outputs, the layer after it, counts of every head.
+
+    layer: a checkpoint in float32 and what is known of it.
+    """
+    state = layer.checkpoint
     lengths = jnp.full((reader.shape[0],), reader.shape[2], jnp.int32)
     outputs, new = recurrence.prefill(state, inputs, reader, heads, lengths)
-    # Without values nothing is added: what comes out is read from the checkpoint.
+    # Without values nothing is added: what comes out is read from the checkpoint, what remains is of it.
     names = ("x",) if recurrence is mamba2 else ("v",)
     silent = replace(inputs, **{name: jnp.zeros_like(getattr(inputs, name)) for name in names})
-    carried, _ = recurrence.prefill(state, silent, reader, heads, lengths)
+    carried, remains = recurrence.prefill(state, silent, reader, heads, lengths)
+    layer = replace(layer, ring=inputs)
+    reads, writes, reach = left_out(recurrence, layer, outputs, inputs, reader, heads)
 
     def size(values: Array) -> Float32[Array, "B H L"]:
         return jnp.moveaxis(jnp.sqrt(jnp.mean(jnp.square(values), axis=-1)), 1, 2)
 
-    decays = prefix_sum(heads_first(log_decays(recurrence, inputs, heads)))
-    total = jnp.where(decays < math.log(2.0**-126), 0.0, jnp.exp(decays))
-    old_rows, new_rows = (jnp.linalg.norm(rows, axis=-1) for rows in (state, new))
-    norm = per_head(jnp.linalg.norm(reader.astype(jnp.float32), axis=-1), state.shape[1])
-    bound = total * old_rows.max(axis=-1)[..., None] * norm
     output, term = size(outputs), size(carried)
-    reference = output[:, :, :1]
-    skipped = {"exact": total == 0.0}
     for name, threshold in THRESHOLDS.items():
-        skipped[name] = bound < threshold * reference
-        skipped[f"ideal_{name}"] = term < threshold * output
-    counts = {"log_decay": decays[:, :, -1] / decays.shape[-1], "squares": jnp.sum(output**2, axis=-1)}
-    for name, where in skipped.items():
+        reads[f"ideal_{name}"] = term < threshold * output
+    decay = jnp.sum(recurrence.log_decays(inputs, heads), axis=1)
+    counts = {"log_decay": decay / reader.shape[2], "squares": jnp.sum(output**2, axis=-1)}
+    for name, where in reads.items():
         counts[name] = jnp.mean(where[..., 1:], axis=-1, dtype=jnp.float32)
         lost = jnp.where(where, term, 0.0)[..., 1:]
         counts[f"lost_{name}"] = jnp.sum(lost**2, axis=-1)
         counts[f"worst_{name}"] = jnp.max(lost / jnp.maximum(output[..., 1:], 1e-30), axis=-1)
-    forgotten = total[:, :, -1:] * old_rows < THRESHOLDS["float32"] * new_rows
-    counts["write_exact"] = (total[:, :, -1] == 0.0).astype(jnp.float32)
-    counts["write_bounded"] = jnp.all(forgotten, axis=-1).astype(jnp.float32)
-    return outputs, new, counts
-
-
-def log_decays(recurrence: ModuleType, inputs: Any, heads: Any) -> Float32[Array, "B L H"]:
-    """Log decay of every token and head."""
-    return inputs.dt * heads.a.reshape(1, 1, -1) if recurrence is mamba2 else inputs.log_decay
+    old_rows, new_rows, lost = (jnp.linalg.norm(rows, axis=-1) for rows in (state, new, remains))
+    kept = jnp.exp(decay)[..., None] * old_rows
+    writes["ideal"] = jnp.all(kept < LEAST_FOLD * new_rows, axis=-1)
+    for name, where in writes.items():
+        counts[f"write_{name}"] = where.astype(jnp.float32)
+        share = jnp.max(lost / jnp.maximum(new_rows, 1e-30), axis=-1)
+        counts[f"worst_write_{name}"] = jnp.where(where, share, 0.0)
+    return outputs, replace(layer, checkpoint=new, ring=None, reach=reach), counts
 
 
 @jax.tree_util.register_dataclass
@@ -109,27 +159,40 @@ def log_decays(recurrence: ModuleType, inputs: Any, heads: Any) -> Float32[Array
 class MeasuredLayer:
     """A recurrent layer that takes a cycle of tokens at a time and keeps the counts of the last one."""
 
-    state: Float32[Array, "B H V K"]
     conv: Float[Array, "B W C"]
     heads: Any
+    layer: RecurrentLayer
     counts: dict[str, Array]
-    recurrence: str = static()
 
     def recur(self, recurrence: ModuleType, inputs: Any, reader: Array, heads: Any, segment: Segment):
         """Outputs of the segment, and the layer after it."""
-        outputs, state, counts = measure(recurrence, self.state, inputs, reader, heads)
-        return outputs, replace(self, state=state, counts=counts)
+        outputs, layer, counts = measure(recurrence, self.layer, inputs, reader, heads)
+        return outputs, replace(self, layer=layer, counts=counts)
 
 
-def measured_cache(model: HybridModel, batch: int, max_length: int) -> Cache:
+def empty_layer(recurrence: str, sizes: tuple[int, ...], length: int) -> RecurrentLayer:
+    """A layer of states [B, H, V, K] of zeros before a cycle of `length` tokens, as `measure` takes it."""
+    batch, heads = sizes[:2]
+    slots, known = jnp.zeros((batch, length, heads)), jnp.zeros((batch, heads))
+    return RecurrentLayer(
+        checkpoint=jnp.zeros(sizes),
+        ring=None,
+        conv=jnp.zeros((batch, 0, 0)),
+        heads=None,
+        recurrence=recurrence,
+        reach=Reach(added=slots, least=slots, largest=known, output=known),
+    )
+
+
+def measured_cache(model: HybridModel, batch: int, max_length: int, length: int) -> Cache:
     """An empty cache whose recurrent layers are measured; it has no counts before the first cycle."""
     cache = model.init_cache(batch, max_length, None)
 
     def layer(eager: Any) -> Any:
         if not isinstance(eager, RecurrentLayer):
             return eager
-        state = jnp.zeros_like(decode(eager.checkpoint))
-        return MeasuredLayer(state, eager.conv, eager.heads, {}, eager.recurrence)
+        measured = empty_layer(eager.recurrence, decode(eager.checkpoint).shape, length)
+        return MeasuredLayer(eager.conv, eager.heads, measured, {})
 
     return replace(cache, layers=tuple(map(layer, cache.layers)))
 
@@ -152,7 +215,7 @@ def text_cycles(model: HybridModel, tokens: Int32[Array, "B S"], length: int) ->
         return forget(cache), counts_of(cache)
 
     chunks = jnp.moveaxis(tokens.reshape(batch, total // length, length), 1, 0)
-    return jax.lax.scan(cycle, measured_cache(model, batch, total), chunks)[1]
+    return jax.lax.scan(cycle, measured_cache(model, batch, total, length), chunks)[1]
 
 
 def initial_cycles(shape: Shape, hidden: int, draws: tuple[str, str], length: int) -> dict[str, Array]:
@@ -186,19 +249,20 @@ def initial_cycles(shape: Shape, hidden: int, draws: tuple[str, str], length: in
         beta = jax.nn.sigmoid(spread * normal(rows, tokens, heads))
         inputs = gated_delta.Inputs(v=values, k=keys_, log_decay=-rate * dt, beta=beta)
 
-    def cycle(state: Array, part: tuple) -> tuple[Array, dict[str, Array]]:
+    def cycle(layer: RecurrentLayer, part: tuple) -> tuple[RecurrentLayer, dict[str, Array]]:
         tokens, readers = part
-        _, state, counts = measure(recurrence, state, tokens, readers, constants)
-        return state, counts
+        _, layer, counts = measure(recurrence, layer, tokens, readers, constants)
+        return layer, counts
 
     def split(field: Array) -> Array:
         axis = field.ndim - 2
         sizes = (*field.shape[:axis], cycles, length, *field.shape[axis + 1 :])
         return jnp.moveaxis(field.reshape(sizes), axis, 0)
 
-    state = jnp.zeros((rows, heads, shape.head_dim, shape.d_state), jnp.float32)
-    run = jax.jit(lambda state, parts: jax.lax.scan(cycle, state, parts)[1])
-    return run(state, jax.tree.map(split, (inputs, reader)))
+    sizes = rows, heads, shape.head_dim, shape.d_state
+    layer = empty_layer(shape.recurrence, sizes, length)
+    run = jax.jit(lambda layer, parts: jax.lax.scan(cycle, layer, parts)[1])
+    return run(layer, jax.tree.map(split, (inputs, reader)))
 
 
 def summary(layers: list[dict[str, Array]], length: int) -> dict:
@@ -209,13 +273,15 @@ def summary(layers: list[dict[str, Array]], length: int) -> dict:
     quantiles = np.percentile(joined["log_decay"], [1, 10, 50, 90, 99])
     record: dict = {"log_decay": [float(f"{value:.3g}") for value in quantiles]}
     rules = ("exact", *THRESHOLDS, *(f"ideal_{name}" for name in THRESHOLDS))
-    for name in (*rules, "write_exact", "write_bounded"):
+    for name in (*rules, *(f"write_{name}" for name in WRITES)):
         record[name] = round(float(joined[name].mean()), 5)
     for name in ("exact", *THRESHOLDS):
         record[f"error_{name}"] = float(
             f"{(joined[f'lost_{name}'].sum() / joined['squares'].sum()) ** 0.5:.2g}"
         )
         record[f"worst_{name}"] = float(f"{joined[f'worst_{name}'].max():.2g}")
+    for name in WRITES[:2]:
+        record[f"worst_write_{name}"] = float(f"{joined[f'worst_write_{name}'].max():.2g}")
     record["by_layer"] = [round(float(part["float32"].mean()), 4) for part in parts]
     # A head counts where it can skip more than half of its reads.
     record["heads_mostly"] = round(float((joined["float32"].mean(axis=(0, 1)) > 0.5).mean()), 4)
@@ -252,10 +318,11 @@ def line(record: dict) -> str:
     where = record.get("text") or record["drawn"]
     shares = " ".join(f"{100 * record[name]:6.2f}" for name in ("exact", *THRESHOLDS))
     ideal = " ".join(f"{100 * record[f'ideal_{name}']:6.2f}" for name in THRESHOLDS)
-    writes = " ".join(f"{100 * record[f'write_{name}']:6.2f}" for name in ("exact", "bounded"))
+    writes = " ".join(f"{100 * record[f'write_{name}']:6.2f}" for name in WRITES)
     return (
         f"{record['model']:16}{where[:44]:45}{record['buffer_length']:3}  reads {shares}  ideal {ideal}  "
         f"writes {writes}  error {record['error_float32']:.1e} {record['error_bfloat16']:.1e}"
+        f"  worst {record['worst_bfloat16']:.1e}  of a write {record['worst_write_bounded']:.1e}"
     )
 
 

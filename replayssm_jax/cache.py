@@ -57,10 +57,12 @@ class Reach:
     """How far a checkpoint reaches: what `forgotten` knows of its heads without reading it.
 
     added: the largest row norm of what every token added to the state, token p in slot p mod R.
+    least: a lower bound of the smallest row norm of the state after that token.
     largest: a bound of the checkpoint's largest row norm. output: RMS of the head's output at the last flush.
     """
 
     added: Float[Array, "B R H"]
+    least: Float[Array, "B R H"]
     largest: Float[Array, "B H"]
     output: Float[Array, "B H"]
 
@@ -180,8 +182,10 @@ def _layer(spec: LayerSpec, heads, index: int, batch: int, max_length: int, repl
         )
         if replay.skip_forgotten == "bounded":
             known = (batch, spec.heads)
+            slots = (batch, ring_slots(replay), spec.heads)
             reach = Reach(
-                added=jnp.zeros((batch, ring_slots(replay), spec.heads), jnp.float32),
+                added=jnp.zeros(slots, jnp.float32),
+                least=jnp.zeros(slots, jnp.float32),
                 largest=jnp.zeros(known, jnp.float32),
                 output=jnp.zeros(known, jnp.float32),
             )

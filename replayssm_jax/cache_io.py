@@ -176,6 +176,9 @@ def _layer(kind: str | None, index: int, arrays: dict[str, jax.Array], replay: D
 
     recurrence = RECURRENCES[kind]
     ring, reach = part("ring."), part("reach.")
+    if reach:
+        # Earlier files lack it: then nothing is known.
+        reach.setdefault("least", jnp.zeros_like(reach["added"]))
     formats = (replay.recurrence, replay.read) if isinstance(replay, ReplayConfig) else ("fp32", "fp32")
     checkpoint, copy = map(stored, ("checkpoint", "copy"), formats)
     if checkpoint is None:

@@ -187,6 +187,7 @@ def _recur(
         by_fold, by_reads, reach = forgotten(recurrence, layer, inputs, reader, heads, segment)
         gone = jnp.where(segment.fold[:, None] > 0, by_fold, by_reads)
         layer = replace(layer, reach=reach)
+    known = functools.partial(heard, recurrence, inputs=inputs, reader=reader, heads=heads, segment=segment)
     if segment.plan is not None:
         constants = constants_of(heads) if layer.constants is None else layer.constants
         given = inputs, reader, constants, segment.plan
@@ -198,7 +199,7 @@ def _recur(
         state = decode(layer.checkpoint)
         outputs, checkpoint, ring = kernel_step(layer.recurrence, state, layer.ring, *given, gone)
         layer = replace(layer, checkpoint=checkpoint, ring=ring)
-        return outputs, replace(layer, reach=heard(layer.reach, outputs, segment))
+        return outputs, replace(layer, reach=known(layer.reach, outputs))
     if layer.ring is None:
         outputs, state = recurrence.eager_step(layer.checkpoint, inputs, reader, heads)
         return outputs, replace(layer, checkpoint=state)
@@ -208,7 +209,7 @@ def _recur(
     if by_reads is not None:
         state = without(state, by_reads)
     outputs = recurrence.window(state, ring, reader, heads, segment.start, segment.length)
-    return outputs, replace(layer, ring=ring, reach=heard(layer.reach, outputs, segment))
+    return outputs, replace(layer, ring=ring, reach=known(layer.reach, outputs))
 
 
 def _zero_state(inputs: Any, reader: Float[Array, "B G T K"]) -> Float[Array, "B H V K"]:

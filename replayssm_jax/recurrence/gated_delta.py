@@ -243,3 +243,8 @@ def log_decays(inputs: Inputs, heads: Heads) -> Float32[Array, "B T H"]:
 def largest_rows(inputs: Inputs) -> Float32[Array, "B T H"]:
     """Returns a bound of the largest row norm of what every token adds to the decayed, projected state."""
     return inputs.beta * largest_products(inputs.v, inputs.k, inputs.beta.shape[2])
+
+
+def least_reads(outputs: Float32[Array, "B T H V"], inputs: Inputs, heads: Heads) -> Float32[Array, "B T H"]:
+    """Returns the smallest absolute value that a row of the state gave to the outputs."""
+    return jnp.min(jnp.abs(outputs), axis=-1)

@@ -201,3 +201,10 @@ def log_decays(inputs: Inputs, heads: Heads) -> Float32[Array, "B T H"]:
 def largest_rows(inputs: Inputs) -> Float32[Array, "B T H"]:
     """Returns the largest row norm of what every token adds to the state."""
     return inputs.dt * largest_products(inputs.x, inputs.b, inputs.dt.shape[2])
+
+
+def least_reads(outputs: Float32[Array, "B T H V"], inputs: Inputs, heads: Heads) -> Float32[Array, "B T H"]:
+    """Returns the smallest absolute value that a row of the state gave to the outputs, less rounding."""
+    own = values_by_head(inputs.x, outputs.shape[3]) * heads.d.astype(jnp.float32)[None, :, None, None]
+    own = jnp.moveaxis(own, 1, 2)
+    return jnp.maximum(jnp.min(jnp.abs(outputs - own) - 2.0**-20 * jnp.abs(own), axis=-1), 0.0)

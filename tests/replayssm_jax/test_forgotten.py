@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import replayssm_jax as rs
+from replayssm_jax import flush as flush_module
 from replayssm_jax import forgotten
 from replayssm_jax import replay as replay_module
 from replayssm_jax.cache import RecurrentSpec, init_cache
@@ -161,7 +162,7 @@ def test_bounded_skips_keep_within_their_bound(name, dtype):
     [
         ("LEAST_READ", {2: 0.5, 4: 2.0**-9}),
         pytest.param("LOG_ZERO", -1.0, marks=SLOW),
-        pytest.param("LEAST_FOLD", 2.0**-5, marks=SLOW),
+        pytest.param("LEAST_FOLD", 2.0**5, marks=SLOW),
     ],
 )
 def test_wrong_thresholds_are_seen(threshold, value, monkeypatch):
@@ -169,6 +170,48 @@ def test_wrong_thresholds_are_seen(threshold, value, monkeypatch):
     layer, shape = random_layer("mamba2", "mixed", jnp.float32)
     with pytest.raises(AssertionError):
         check_bounded(layer, shape, tolerance(TOKENS))
+
+
+def silenced(name: str, dtype) -> tuple[Layer, Shape, int]:
+    """A layer whose heads forget their checkpoint within a window, but not down to 0; the last head adds
+    nothing to its first row. And that head."""
+    layer, shape = random_layer(name, "mixed", dtype)
+    rates = jnp.full(shape.heads, -8.0)
+    if name == "mamba2":
+        heads, decaying = replace(layer.heads, a=rates), {"dt": jnp.ones_like(layer.inputs.dt)}
+    else:
+        heads, decaying = layer.heads, {"log_decay": jnp.broadcast_to(rates, layer.inputs.beta.shape)}
+    field = "x" if name == "mamba2" else "v"
+    values = getattr(layer.inputs, field)
+    values = values.at[:, -1, :, -shape.head_dim].set(0)
+    # Prompts fill that row too.
+    prompted = np.arange(TOKENS) < np.array(PROMPTS)[:, None]
+    values = jnp.where(prompted[:, None, :, None], getattr(layer.inputs, field), values)
+    layer = replace(layer, inputs=replace(layer.inputs, **decaying, **{field: values}), heads=heads)
+    return layer, shape, shape.heads - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mamba2", "float32"), pytest.param("gated_delta", "bfloat16", marks=SLOW)]
+)
+def test_a_pure_write_loses_less_than_a_rounding_of_every_row(name, dtype, monkeypatch):
+    layer, shape, silent = silenced(name, jnp.dtype(dtype))
+    left_out = []
+
+    def without(state, gone):
+        jax.debug.callback(lambda heads: left_out.append(np.asarray(heads)), gone)
+        return forgotten.without(state, gone)
+
+    # Two rows flush their prompts' state in so many steps.
+    *_, off = run(layer, shape, "off", steps=5)
+    monkeypatch.setattr(flush_module, "without", without)
+    *_, bounded = run(layer, shape, "bounded", steps=5)
+    heads = np.any(left_out, axis=(0, 1))
+    assert heads[:silent].all() and not heads[silent]
+    kept, wanted = (np.asarray(cache.layers[0].checkpoint, np.float64) for cache in (bounded, off))
+    lost, rows = (np.linalg.norm(x, axis=-1) for x in (kept - wanted, wanted))
+    assert (np.asarray(off.start) > np.array(PROMPTS)).sum() == 2 and (rows > 0).all()
+    assert (lost <= 2.0**-24 * rows).all()
 
 
 @SLOW
