@@ -104,7 +104,7 @@ def main() -> None:
     )
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--commit", required=True, help="commit of the checkout that runs")
+    result_file.add_commit(parser)
     parser.add_argument("--out", type=Path, default=result_file.RESULTS / "cpu_decode.json")
     args = parser.parse_args()
     threads = os.cpu_count() or 1

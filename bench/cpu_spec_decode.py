@@ -1,7 +1,7 @@
 """Speculative decoding of the embedded model with its own head, on a CPU: acceptance, step costs, speed.
 
     python -m bench.embedded_text --out .data
-    python -m bench.cpu_spec_decode --data .data --commit HASH
+    python -m bench.cpu_spec_decode --data .data
 
 Prompts are windows of the held-out `test` files; plain and speculative decoding of the same prompts take
 turns within every repeat, float32, end-of-text ignored, everything compiled beforehand.
@@ -165,7 +165,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder that bench.embedded_text wrote")
-    parser.add_argument("--commit", required=True, help="commit of the checkout that runs")
+    result_file.add_commit(parser)
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--prompts", type=int, default=8, help="of each kind of text")

@@ -11,7 +11,7 @@ READ:RECURRENCE); every further value changes that one thing.
 With `--compile-times` nothing is decoded: records of the operation `compile` have the times of both methods'
 steps of the first whole model, from an empty persistent cache and, `cached`, from the one that this filled.
 
-    python -m bench.e2e_decode_speedup --model nano-4b --batch-size 256 --commit HASH
+    python -m bench.e2e_decode_speedup --model nano-4b --batch-size 256
 """
 
 import contextlib

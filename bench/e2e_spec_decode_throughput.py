@@ -9,7 +9,7 @@ Whole models at T = 4 and the batches of `--full-batches`; `--windows` at all `-
 `--layers` layers, whose records have `depth_cut`: the output head weighs more there. `concurrency` records
 tell how many rows of `--max-lengths` positions fit into `--memory`.
 
-    python -m bench.e2e_spec_decode_throughput --model nano-4b --commit HASH
+    python -m bench.e2e_spec_decode_throughput --model nano-4b
 """
 
 import argparse

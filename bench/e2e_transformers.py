@@ -11,7 +11,7 @@ take kernels of these layers; where there is none, as in a plain installation, i
 That path's Mamba-2 prefill forms chunk x chunk x heads x d_state products of every row, so its chunks are
 made as long as the prompt here.
 
-    python -m bench.e2e_transformers --model nano-4b --batches 1,256 --commit HASH
+    python -m bench.e2e_transformers --model nano-4b --batches 1,256
 """
 
 import argparse
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda", help="of transformers; JAX takes its own default")
     parser.add_argument("--lock", type=Path, help="file to hold from the warm-up on, as other users do")
-    parser.add_argument("--commit", required=True)
+    result_file.add_commit(parser)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     # PyTorch needs the rest of the memory.

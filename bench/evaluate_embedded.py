@@ -1,7 +1,7 @@
 """Bits a byte of the embedded checkpoints on the held-out `test` files.
 
     python -m bench.embedded_text --out .data
-    python -m bench.evaluate_embedded --data .data --commit HASH [--names tiny-qwen3.5]
+    python -m bench.evaluate_embedded --data .data [--names tiny-qwen3.5]
 
 Stored weights, float32 arithmetic, contexts of CONTEXT tokens of which each new window repeats half. Records:
 `model`, `parameters` (without a multi-token-prediction head), `text` (`play` or `code`), `bytes`,
@@ -29,7 +29,7 @@ from bench.train_embedded import KINDS, bits_a_byte, scores
 def main() -> None:
     parser = argparse.ArgumentParser(description="Scores the embedded checkpoints.")
     parser.add_argument("--data", type=Path, required=True, help="folder that bench.embedded_text wrote")
-    parser.add_argument("--commit", required=True, help="commit of the code, for the result file")
+    result_file.add_commit(parser)
     parser.add_argument("--names", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="models scored")
     parser.add_argument("--batch", type=int, default=2, help="windows scored at once")
     arguments = parser.parse_args()

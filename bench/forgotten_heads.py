@@ -18,7 +18,7 @@ warm-up left out. `initialised`: layers of published sizes with random inputs, w
 drawn as the families' code draws them (INITIALISATIONS).
 
     python -m bench.embedded_text --out .data
-    python -m bench.forgotten_heads --data .data --commit HASH
+    python -m bench.forgotten_heads --data .data
 """
 
 import argparse
@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["nano-4b", "super", "qwen3.5-4b", "q122"])
     parser.add_argument("--rows", type=int, default=8, help="places in the text")
     parser.add_argument("--tokens", type=int, default=1024, help="of each")
-    parser.add_argument("--commit", required=True)
+    result_file.add_commit(parser)
     parser.add_argument("--out", type=Path, default=result_file.RESULTS / "forgotten_heads.json")
     options = parser.parse_args()
     result = result_file.head("bench.forgotten_heads", options.commit) | {"records": []}

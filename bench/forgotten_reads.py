@@ -7,7 +7,7 @@ mixed. Records: `skip` ("off", "exact", "bounded", as in `ReplayConfig`), `forgo
 repeats: with the small programs that find out which heads to leave out, and one that reads the clock.
 `spread_us`: percentiles 10 and 90 over the steps.
 
-    python -m bench.forgotten_reads --shapes super q122 --commit HASH
+    python -m bench.forgotten_reads --shapes super q122
 """
 
 import argparse
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--implementation", choices=("pallas", "xla"), default="pallas")
     parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
-    parser.add_argument("--commit", required=True)
+    result_file.add_commit(parser)
     parser.add_argument("--out", type=Path, default=result_file.RESULTS / "forgotten_reads.json")
     options = parser.parse_args()
     result = result_file.head("bench.forgotten_reads", options.commit) | {"records": []}

@@ -9,7 +9,7 @@ when rows are spread evenly over the cycle between flushes, `synchronised` when 
 of it; `decode` and `verify` are means over a whole cycle. Several tokens a step: each step commits 1 to T of
 them, every count equally often.
 
-    python -m bench.kernel_decode --commit HASH [--shapes super,q122] [--batches 256] [--only WORDS]
+    python -m bench.kernel_decode [--shapes super,q122] [--batches 256] [--only WORDS]
         [--peers DIR] [--workers 8] [--time-limit SECONDS] [--out PATH]
 """
 
@@ -167,7 +167,7 @@ def run(listed: list[Case], options: argparse.Namespace, result: dict) -> None:
 def parser(documentation: str, out: Path) -> argparse.ArgumentParser:
     """Options of a kernel benchmark."""
     made = argparse.ArgumentParser(description=documentation.splitlines()[0])
-    made.add_argument("--commit", required=True, help="recorded in the result file")
+    result_file.add_commit(made)
     made.add_argument("--shapes", default=",".join((*MAIN, "qwen3.5-27b")), help="names of bench/shapes.py")
     made.add_argument("--repeats", type=int, default=20)
     made.add_argument("--workers", type=int, default=1, help="processes that trace and compile")

@@ -8,7 +8,7 @@ all). Of all combinations it has the one whose largest ratio to a shape's fastes
 are the same within half a percent, the one with most CTAs. Entries that were not timed stay. States fp8_e4m3
 and nvfp4 are copies of an fp32 checkpoint; their parameters stand in `pallas_kernels/launch.py`.
 
-    python -m bench.kernel_sweep --commit HASH [--only super:1:fp32,q122:4:nvfp4] [--workers 8] [--out PATH]
+    python -m bench.kernel_sweep [--only super:1:fp32,q122:4:nvfp4] [--workers 8] [--out PATH]
     python -m bench.kernel_sweep --table
 """
 

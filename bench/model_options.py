@@ -41,7 +41,7 @@ def parser(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
         "--turn-limit", type=float, default=120.0, help="seconds of a group on the device, warm-up included"
     )
     made.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
-    made.add_argument("--commit", required=True)
+    result_file.add_commit(made)
     made.add_argument("--out", type=Path)
     made.set_defaults(**defaults)
     return made

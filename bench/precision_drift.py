@@ -1,9 +1,9 @@
 """How errors of low-precision states grow while a model decodes: every configuration, up to 131,072 tokens.
 
     python -m bench.drift_text --out .data/drift.npz
-    python -m bench.train_drift drift-nemotron-h --data .data/drift.npz --out .data/weights --commit HASH
-    python -m bench.precision_drift --data .data/drift.npz --weights .data/weights --commit HASH
-    python -m bench.precision_drift --models tiny-qwen3.5 --data .data/drift.npz --tokens 32768 --commit HASH
+    python -m bench.train_drift drift-nemotron-h --data .data/drift.npz --out .data/weights
+    python -m bench.precision_drift --data .data/drift.npz --weights .data/weights
+    python -m bench.precision_drift --models tiny-qwen3.5 --data .data/drift.npz --tokens 32768
 
 Teacher-forced decoding of held-out text and of tasks with exact answers (bench/drift_tasks.py) in windows of
 L tokens (bench/drift_layers.py). Rows are [configuration, text]; formats are simulated by encoding and
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=result_file.RESULTS / "precision_drift.json")
     parser.add_argument("--dispatch", type=int, default=8192, help="tokens of a text in one dispatch")
     parser.add_argument("--lock", type=Path, help="lock file of processes that share the device")
-    parser.add_argument("--commit", required=True, help="commit of the code, for the result file")
+    result_file.add_commit(parser)
     options = parser.parse_args()
     turn = functools.partial(exclusive, options.lock) if options.lock else contextlib.nullcontext
     kept = json.loads(options.out.read_text())["records"] if options.out.exists() else []

@@ -4,7 +4,7 @@ Published models with random bfloat16 weights, prompts that fill their bucket, a
 for so many rows. A record has the op `prefill`, `rows`, `bucket`, and of a call `time_us` (median) and
 `spread_us`. With `--compile-only` the programs are compiled into JAX's persistent cache, without weights.
 
-    python -m bench.prefill_calls --model nano-4b --calls 1x16,32x16,64x16,1x512 --commit HASH
+    python -m bench.prefill_calls --model nano-4b --calls 1x16,32x16,64x16,1x512
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--calls", default="1x16,8x16,32x16,64x16,128x16,1x128,4x128,1x512,4x512")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--compile-only", action="store_true")
-    parser.add_argument("--commit", required=True)
+    result_file.add_commit(parser)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     config = depth_cut(published(options.model), options.layers)

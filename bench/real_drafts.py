@@ -7,7 +7,7 @@ turns within every repeat. Records: `model`, `batch`, `method`, `implementation`
 `buffer_length`, `tokens_per_second` (median) with `spread`, `step_us`, `committed` (tokens a row and step),
 `equal` (rows whose tokens are those of `eager`). Plain decoding stands once a model and batch.
 
-    python -m bench.real_drafts --commit HASH [--model tiny-qwen3.5] [--drafters mtp,ngram,tiny-nemotron-h]
+    python -m bench.real_drafts [--model tiny-qwen3.5] [--drafters mtp,ngram,tiny-nemotron-h]
 """
 
 import argparse
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--implementation", default="xla", choices=("xla", "pallas"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lock", type=Path, help="file that other users of the device hold in their turn")
-    parser.add_argument("--commit", required=True)
+    result_file.add_commit(parser)
     parser.add_argument("--out", type=Path, default=result_file.RESULTS / "real_drafts.json")
     options = parser.parse_args()
     loaded = rs.load(options.model)

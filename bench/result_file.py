@@ -1,10 +1,12 @@
 """The head that every result file shares, and its writing."""
 
+import argparse
 import datetime
 import importlib.metadata
 import json
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,34 @@ from pathlib import Path
 import jax
 
 RESULTS = Path(__file__).resolve().parent / "results"
+CHECKOUT = RESULTS.parent.parent
 _PLACES = ("--lock", "--out")
+
+
+def add_commit(parser: argparse.ArgumentParser) -> None:
+    """The option `--commit`, by default that of the checkout."""
+    parser.add_argument(
+        "--commit", default=commit(), help="for the result file; default: that of the checkout, or unknown"
+    )
+
+
+def commit(checkout: Path = CHECKOUT) -> str:
+    """The short hash of a checkout's commit, with "+" where tracked files but for results differ from it;
+    "unknown" where git does not tell."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    # A package that is installed below another project's checkout is not that project's.
+    if not (checkout / ".git").exists():
+        return "unknown"
+    results = RESULTS.relative_to(CHECKOUT).as_posix()
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{results}")
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def head(bench: str, commit: str) -> dict:

@@ -10,7 +10,7 @@ Records are those of `bench.decode_loop` with `step_times_us`, the median of eve
 (which begin with the same cursors: what else uses the device hits one of them), and `step_us`: median, p99,
 max and mean of these, and p99_of_all without those medians. Tokens a second are by the mean step.
 
-    python -m bench.step_times --model nano-4b --batches 64,256 --commit HASH
+    python -m bench.step_times --model nano-4b --batches 64,256
 """
 
 from bench import model_options

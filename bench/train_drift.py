@@ -1,7 +1,7 @@
 """Trains a model of `bench.precision_drift`.
 
     python -m bench.drift_text --out .data/drift.npz
-    python -m bench.train_drift drift-nemotron-h --data .data/drift.npz --out .data/weights --commit HASH
+    python -m bench.train_drift drift-nemotron-h --data .data/drift.npz --out .data/weights
 
 Every row of a batch walks through a text or a stream of tasks (bench/drift_tasks.py) in windows of CONTEXT
 bytes. Gradients stay inside a window, the state goes on into the next one, and after eight windows on average
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="file that bench.drift_text wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder of the weights")
     parser.add_argument("--results", type=Path, default=result_file.RESULTS, help="folder of the result file")
-    parser.add_argument("--commit", required=True, help="commit of the code, for the result file")
+    result_file.add_commit(parser)
     parser.add_argument("--seconds", type=float, default=130.0, help="training time on the device")
     parser.add_argument("--wall", type=float, help="training time at most, waiting for the lock included")
     parser.add_argument("--steps", type=int, help="at most so many steps")

@@ -1,7 +1,7 @@
 """Trains an embedded checkpoint and writes it in the published Hugging Face layout.
 
     python -m bench.embedded_text --out .data
-    python -m bench.train_embedded tiny-nemotron-h --data .data --out models/embedded --commit HASH
+    python -m bench.train_embedded tiny-nemotron-h --data .data --out models/embedded
 
 AdamW with a cosine schedule on windows of both kinds of text, short ones first, then full contexts. The
 schedule follows the clock over --minutes, or the steps over --steps. With --work, progress is saved there
@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder that bench.embedded_text wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder that gets NAME/ with the checkpoint")
     parser.add_argument("--results", type=Path, default=result_file.RESULTS, help="folder of the result file")
-    parser.add_argument("--commit", required=True, help="commit of the code, for the result file")
+    result_file.add_commit(parser)
     parser.add_argument("--minutes", type=float, default=3.0, help="training time, compilation not counted")
     parser.add_argument("--steps", type=int, help="steps, instead of --minutes")
     parser.add_argument("--work", type=Path, help="folder of the saved progress")
