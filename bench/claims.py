@@ -15,7 +15,7 @@ from bench import drift_report, e2e_report, result_file
 from bench.e2e_models import STAND_INS
 from bench.kernel_cases import MAIN
 from bench.kernel_report import EAGER_PEERS, pick, rows_of_table, step
-from bench.roofline import bounds_of
+from bench.roofline import bounds_of, floor_parts_of
 
 # The data sheet's bandwidth of an H200, of which the authors' shares of peak are the counterpart.
 PEAK_BYTES_A_US = 4.8e6
@@ -173,7 +173,7 @@ def contexts(results: Results) -> Answer | None:
         for places in e2e_report.series(found):
             shape, layers, batch = places[0].size
             gains = [f"{e2e_report.speedup(found[place]):.2f}x at {place.context:,}" for place in places]
-            floors = {place: found[place]["eager"]["floor_parts_us"] for place in places}
+            floors = {place: floor_parts_of(found[place]["eager"]) for place in places}
             beyond = [place.context for place in places if floors[place]["kv"] > floors[place]["state"]]
             least = f"below {beyond[0]:,}" if beyond else "everywhere"
             text = f"{shape}, {layers} layers, batch {batch}: {', '.join(gains)}"

@@ -22,8 +22,8 @@ import tempfile
 from collections.abc import Iterator
 
 from bench import model_options
-from bench.decode_loop import PHASES, Setting, needed_bytes
-from bench.processes import Task, run_all
+from bench.decode_loop import PHASES, Setting
+from bench.processes import Task, in_turns, run_all
 
 METHODS = ("eager", "replay")
 
@@ -34,9 +34,7 @@ def groups(variants: list[list[Setting]], memory: float) -> list[list[Task]]:
     result = []
     for settings in variants:
         eager = dataclasses.replace(settings[0], method="eager", recurrence="fp32", read="fp32")
-        tasks = [Task(setting=setting) for setting in (eager, *settings)]
-        together = sum(needed_bytes(task.setting) for task in tasks) < memory
-        result += [tasks] if together else [[task] for task in tasks]
+        result += in_turns([Task(setting=setting) for setting in (eager, *settings)], memory)
     return result
 
 
@@ -88,7 +86,7 @@ def speedups(records: list[dict]) -> str:
         eager = eagers.get(size(replay))
         if eager is None or replay is eager:
             continue
-        shares = "/".join(f"{100 * one['floor_us'] / one['time_us']:.0f} %" for one in (eager, replay))
+        shares = "/".join(f"{100 * one['floor_us'] / one['time_us']:.1f} %" for one in (eager, replay))
         shape, layers, batch, context = size(replay)
         lines.append(
             f"{shape:11}{layers:7}{batch:6}{context:8}{replay['buffer_length']:4} {replay['phases']:13}"

@@ -1,5 +1,5 @@
 """Tables of whole models and of speculation, in Markdown, from result files of `bench.e2e_decode_speedup`,
-`bench.e2e_transformers`, `bench.e2e_spec_decode_throughput` and `bench.real_drafts`.
+`bench.step_times`, `bench.e2e_transformers`, `bench.e2e_spec_decode_throughput` and `bench.real_drafts`.
 
 python -m bench.e2e_report bench/results/e2e_*.json
 """
@@ -14,7 +14,7 @@ from bench import kernel_table
 from bench.e2e_decode_speedup import METHODS
 from bench.e2e_models import STAND_INS
 from bench.kernel_report import rows_of_table
-from bench.roofline import bounds_of
+from bench.roofline import DATA_SHEET_FLOPS, Ceilings, bounds_of, floor_parts_of
 
 NAMES = {"nano-4b": "Nemotron-3-Nano-4B", "qwen3.5-4b": "Qwen3.5-4B"}
 # Dense MLPs stand in for their experts.
@@ -96,10 +96,16 @@ def series(found: dict[Place, dict[str, dict]]) -> list[list[Place]]:
     return [places for places in lines.values() if len(places) > 2]
 
 
+def share_of_floor(record: dict, ceilings: Ceilings) -> str:
+    """What the floor of a record's step is of its time; a tenth of a percent, as a target is not met by
+    rounding."""
+    return f"{100 * sum(floor_parts_of(record, ceilings).values()) / record['time_us']:.1f} %"
+
+
 def _cells(pair: dict[str, dict]) -> list[str]:
     """Milliseconds a step of both methods, speed-up, tokens a second and both shares of the roofline."""
     milliseconds = [f"{pair[method]['time_us'] / 1e3:.2f}" for method in METHODS]
-    shares = [f"{100 * pair[m]['floor_us'] / pair[m]['time_us']:.0f} %" for m in METHODS]
+    shares = [share_of_floor(pair[method], Ceilings()) for method in METHODS]
     return [*milliseconds, f"{speedup(pair):.2f}", f"{pair['replay']['tokens_per_second']:,.0f}", *shares]
 
 
@@ -108,16 +114,18 @@ COLUMNS = ["eager", "replay", "speed-up", "tokens/s", "eager, of its floor", "re
 
 def steps(records: Sequence[dict]) -> str:
     """Milliseconds a step of both methods, L = 16, float32 states, random phases, but for series of
-    contexts."""
-    found = pairs(records)
+    contexts; last the shares of the floor with products at the data sheet's speed."""
+    found, data_sheet = pairs(records), Ceilings(flops=DATA_SHEET_FLOPS)
     apart = {place for places in series(found) for place in places}
     rows = [
         [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), f"{place.context:,}"]
         + _cells(pair)
+        + [share_of_floor(pair[method], data_sheet) for method in METHODS]
         for place, pair in found.items()
         if place.plain and place not in apart
     ]
-    return rows_of_table(["model", "layers", "batch", "context", *COLUMNS], rows)
+    by_data_sheet = [f"{method}, by the data sheet" for method in METHODS]
+    return rows_of_table(["model", "layers", "batch", "context", *COLUMNS, *by_data_sheet], rows)
 
 
 def by_context(records: Sequence[dict]) -> str:
@@ -126,7 +134,8 @@ def by_context(records: Sequence[dict]) -> str:
     for places in series(found):
         for place in places:
             replay = found[place]["replay"]
-            share = replay["floor_parts_us"]["kv"] / replay["floor_us"]
+            parts = floor_parts_of(replay)
+            share = parts["kv"] / sum(parts.values())
             head = [NAMES.get(place.shape, place.shape), place.depth, str(place.batch), f"{place.context:,}"]
             rows.append([*head, f"{100 * share:.0f} %", *_cells(found[place])])
     return rows_of_table(["model", "layers", "batch", "context", "keys and values", *COLUMNS], rows)
@@ -153,6 +162,33 @@ def variants(records: Sequence[dict]) -> str:
     return rows_of_table(["model", "layers", "batch", "phases", "state read", "L", *COLUMNS], rows)
 
 
+def step_times(records: Sequence[dict]) -> str:
+    """Microseconds of single steps and tokens a second by the mean step; the 99th percentile of the steps'
+    medians over the repeats, and that of all single steps, over the median."""
+    order = [("replay", "synchronised"), ("replay", "spread"), ("eager", "random")]
+
+    def place(record: dict) -> tuple:
+        return *(record[name] for name in ("shape", "depth_cut", "layers", "batch")), order.index(
+            kind(record)
+        )
+
+    def kind(record: dict) -> tuple[str, str]:
+        return record["method"], record["phases"]
+
+    rows = []
+    for record in sorted(records, key=place):
+        steps, (method, phases) = record["step_us"], kind(record)
+        depth = f"{record['layers']} (cut)" if record["depth_cut"] else str(record["layers"])
+        cells = [NAMES.get(record["shape"], record["shape"]), depth, str(record["batch"]), method]
+        cells += [phases if method == "replay" else "-", str(len(record["step_times_us"]))]
+        cells += [f"{steps[name]:,.0f}" for name in ("median", "p99", "mean")]
+        cells += [f"{steps[name] / steps['median']:.3f}" for name in ("p99", "p99_of_all")]
+        rows.append([*cells, f"{record['batch'] / steps['mean'] * 1e6:,.0f}", record.get("commit", "-")])
+    header = ["model", "layers", "batch", "method", "flushes", "steps", "median", "p99", "mean"]
+    header += ["p99 / median", "the same of all single steps", "tokens/s", "commit"]
+    return rows_of_table(header, rows)
+
+
 KINDS = (*kernel_table.KINDS, kernel_table.OTHER, kernel_table.BETWEEN)
 # Parts of the roofline that a kind of kernel does.
 FLOORS = {"state and ring": ("state", "ring"), "products": ("weights", "head"), "attention": ("kv",)}
@@ -172,11 +208,11 @@ def by_kind(records: Sequence[dict]) -> str:
 
 def _kinds(record: dict) -> list[str]:
     """Milliseconds of each of `KINDS` in a record's profile, with those of the roofline in brackets."""
-    cells = []
+    cells, parts = [], floor_parts_of(record)
     for kind in KINDS:
         cell = f"{record['kernels_us'][kind] / 1e3:.2f}"
         if kind in FLOORS:
-            least = sum(record["floor_parts_us"][part] for part in FLOORS[kind])
+            least = sum(parts[part] for part in FLOORS[kind])
             cell += f" ({least / 1e3:.2f})"
         cells.append(cell)
     return cells
@@ -342,6 +378,7 @@ def tables(paths: Sequence[Path]) -> dict[str, str]:
         "whole-models-variants": (variants, whole),
         "whole-models-by-kind": (by_kind, whole),
         "compile-times": (compile_times, whole),
+        "step-times": (step_times, read(paths, "bench.step_times")),
         "transformers": (generation, read(paths, "bench.e2e_transformers")),
         "verification": (verification, read(paths, "bench.e2e_spec_decode_throughput")),
         "verification-grid": (verification_grid, read(paths, "bench.e2e_spec_decode_throughput")),

@@ -15,6 +15,7 @@ from typing import Any
 from bench import e2e_report
 from bench.kernel_cases import MAIN
 from bench.kernel_report import EAGER_PEERS, REPLAY_PEERS, step
+from bench.roofline import floor_parts_of
 
 LINES = {
     "replay, ours": (("replay",), "#1b6ca8", "o-"),
@@ -143,9 +144,9 @@ def whole_models(records: Sequence[dict], path: Path, batch: int = 256) -> None:
 def roofline_bars(axis: Any, bars: Sequence[tuple[str, dict]]) -> None:
     """A bar of the floor's parts for every named record, and a mark at the measured time."""
     for place, (_, record) in enumerate(bars):
-        bottom = 0.0
+        bottom, parts = 0.0, floor_parts_of(record)
         for name, colour in PARTS.items():
-            height = record["floor_parts_us"][name] / 1e3
+            height = parts[name] / 1e3
             axis.bar(place, height, bottom=bottom, color=colour, label=name if place == 0 else None)
             bottom += height
         label = "measured" if place == 0 else None

@@ -154,6 +154,13 @@ def run_group(
     return results
 
 
+def in_turns(tasks: Sequence[Task], memory: float) -> list[list[Task]]:
+    """Groups for `run_all`: all tasks in one, whose repeats take turns, or each in its own where `memory`
+    (bytes) does not hold all at once."""
+    together = sum(needed_bytes(task.setting) for task in tasks) < memory
+    return [list(tasks)] if together else [[task] for task in tasks]
+
+
 def run_all(
     groups: Sequence[Sequence[Task]],
     *,

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bench.e2e_models import depth_cut, published
+from bench.e2e_models import depth_cut, published, with_head
 from bench.kernel_cases import COPY_BYTES_A_US, READ_BYTES_A_US
+from models.base import HybridModel
 from models.checkpoint import abstract_model
 from models.config import ModelConfig
 from replayssm_jax import precision
@@ -127,6 +128,11 @@ def histogram(tokens: int, mean: float) -> tuple[float, ...]:
     return tuple(rate**i * (1.0 - rate if i < tokens - 1 else 1.0) for i in range(tokens))
 
 
+@functools.cache
+def _model(config: ModelConfig) -> HybridModel:
+    return abstract_model(config, jnp.dtype(jnp.bfloat16))
+
+
 def step_parts(
     config: ModelConfig,
     method: str,
@@ -150,7 +156,7 @@ def step_parts(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     if method == "eager" and len(accepted) != 1:
         raise ValueError(f"an eager step takes one token, got the probabilities of {len(accepted)}.")
-    model = abstract_model(config, jnp.dtype(jnp.bfloat16))
+    model = _model(config)
     tokens = len(accepted)
     rows, width = batch * tokens, activation_bytes
     recurrent = [spec for spec in model.cache_specs() if isinstance(spec, RecurrentSpec)]
@@ -246,6 +252,45 @@ def bounds(
 
     replay = rate("replay", accepted)
     return {"conventional": replay / rate("conventional", accepted), "eager": replay / rate("eager", (1.0,))}
+
+
+@functools.cache
+def _record_parts(
+    shape: str,
+    layers: int | None,
+    with_drafter: bool,
+    method: str,
+    batch: int,
+    window: int,
+    accepted: float,
+    buffer_length: int,
+    context: int,
+    recurrence: str,
+    read: str,
+) -> dict[str, Part]:
+    config = depth_cut(published(shape), layers)
+    return step_parts(
+        with_head(config) if with_drafter else config,
+        method,
+        batch,
+        accepted=histogram(window, accepted),
+        buffer_length=buffer_length,
+        context=context,
+        recurrence=recurrence,
+        read=read,
+    )
+
+
+def floor_parts_of(record: dict, ceilings: Ceilings | None = None) -> dict[str, float]:
+    """Microseconds of the floor's parts for the step of a record of `bench.decode_loop`, from its sizes.
+
+    So records of different dates are held against one model and one set of ceilings.
+    """
+    layers = record["layers"] if record["depth_cut"] else None
+    names = ("method", "batch", "window", "accepted", "buffer_length", "context", "recurrence", "state")
+    sizes = (record[name] for name in names)
+    parts = _record_parts(record["shape"], layers, "drafter" in record, *sizes)
+    return {name: part.seconds(ceilings or Ceilings()) * 1e6 for name, part in parts.items()}
 
 
 @functools.cache

@@ -17,7 +17,6 @@ from bench import (
     e2e_spec_decode_throughput,
     kernel_table,
     roofline,
-    step_times,
 )
 from bench.decode_loop import Run, Setting, cursors, row_bytes
 from bench.kernel_table import Event, by_kind, kernel_times, table
@@ -117,8 +116,6 @@ def test_the_steps_of_a_repeat_are_timed_one_by_one(tiny):
     # A CPU has no kernels; the profiled dispatch leaves the next repeat as it was.
     assert set(record["kernels_us"].values()) == {0.0}
     assert run.repeat() > 0
-    line = step_times.table([record]).splitlines()[1].split()
-    assert line[:5] == ["tiny", "2", "3", "replay", "random"]
 
 
 def test_what_cannot_run_is_left_out_with_the_reason():
@@ -190,7 +187,7 @@ def test_speedups_compare_equal_batches_and_contexts():
     ]
     lines = e2e_decode_speedup.speedups(records).splitlines()
     assert [line.split() for line in lines[1:]] == [
-        ["tiny", "2", "8", "20", "16", "random", "fp32", "10", "5", "2.000", "40", "%/80", "%"]
+        ["tiny", "2", "8", "20", "16", "random", "fp32", "10", "5", "2.000", "40.0", "%/80.0", "%"]
     ]
 
 

@@ -14,11 +14,12 @@ KERNELS |= {"state and ring": 4000.0, "products": 3000.0, "other kernels": 500.0
 
 
 def record(method, time, batch=256, context=288, **fields):
-    parts = dict.fromkeys(plots.PARTS, 0.0) | {"state": 3000.0, "weights": 2000.0, "kv": 1000.0}
     return WHOLE | {
         "batch": batch, "method": method, "op": "decode", "context": context, "phases": "random",
         "state": "fp32", "recurrence": "fp32", "buffer_length": 16, "time_us": time,
-        "floor_us": 5000.0, "floor_parts_us": parts,
+        "window": 1, "accepted": 1.0,
+        # Floors are those of the sizes; what a record says depends on its date.
+        "floor_us": 1.0, "floor_parts_us": dict.fromkeys(plots.PARTS, 0.0),
         "tokens_per_second": batch / time * 1e6,
         "lowering_s": 4.0, "compile_s": 16.0,
     } | fields  # fmt: skip
@@ -75,10 +76,11 @@ def test_tables_pair_the_methods(files):
         table.splitlines()[2:] for table in e2e_report.tables(files).values()
     )
     assert steps[1:] == [
-        "| Nemotron-3-Nano-4B | 42 | 256 | 288 | 15.00 | 10.00 | 1.50 | 25,600 | 33 % | 50 % |"
+        "| Nemotron-3-Nano-4B | 42 | 256 | 288 | 15.00 | 10.00 | 1.50 | 25,600 "
+        "| 84.7 % | 80.0 % | 81.8 % | 75.6 % |"
     ]
     assert len(contexts) == 3
-    assert contexts[0].startswith("| Nemotron-3-Nano-4B | 10 (cut) | 64 | 288 | 20 % | 1.00 | 0.80 | 1.25 |")
+    assert contexts[0].startswith("| Nemotron-3-Nano-4B | 10 (cut) | 64 | 288 | 2 % | 1.00 | 0.80 | 1.25 |")
     assert [line.split(" | ")[3:9] for line in variants] == [
         ["random", "fp32", "16", "15.00", "10.00", "1.50"],
         ["random", "fp32", "8", "15.00", "12.50", "1.20"],
@@ -87,8 +89,8 @@ def test_tables_pair_the_methods(files):
         ["random", "nvfp4 of fp32", "16", "15.00", "7.50", "2.00"],
     ]
     assert kinds == [
-        "| Nemotron-3-Nano-4B | 42 | 256 | replay | 4.00 (3.00) | 3.00 (2.00) "
-        "| 0.00 (1.00) | 0.00 | 0.50 | 0.20 |"
+        "| Nemotron-3-Nano-4B | 42 | 256 | replay | 4.00 (5.14) | 3.00 (2.28) "
+        "| 0.00 (0.26) | 0.00 | 0.50 | 0.20 |"
     ]
     assert compiled == ["| Nemotron-3-Nano-4B | replay | 256 | 20 | 6 |"]
     assert generation == ["| Qwen3.5-4B | 32 | 1 | 64 | 200 | 20 | 10.0 | 12.5 |"]
@@ -141,10 +143,10 @@ def test_windows_of_cuts_by_tokens_and_batch():
 
 
 def test_verified_windows_by_kind_of_kernel():
-    replay = record("replay", 10400.0, kernels_us=KERNELS, window=4, commit="a")
+    replay = record("replay", 10400.0, kernels_us=KERNELS, window=4, accepted=3.0, commit="a")
     assert e2e_report.verification_by_kind([replay, record("eager", 1.0)]).splitlines()[2:] == [
-        "| Nemotron-3-Nano-4B | 42 | 256 | replay | 4 | 10.4 | 4.00 (3.00) | 3.00 (2.00) "
-        "| 0.00 (1.00) | 0.00 | 0.50 | 0.20 | a |"
+        "| Nemotron-3-Nano-4B | 42 | 256 | replay | 4 | 10.4 | 4.00 (5.98) | 3.00 (9.13) "
+        "| 0.00 (0.27) | 0.00 | 0.50 | 0.20 | a |"
     ]
 
 
@@ -205,3 +207,24 @@ def test_generation_is_split_into_prompts_and_steps(monkeypatch):
     assert calls == [11, 1, 11]
     assert (made["seconds"], made["first_token_s"], made["tokens_per_second"]) == (10.0, 2.0, 4.4)
     assert (made["decode_us"], made["decode_tokens_per_second"]) == (800_000.0, 5.0)
+
+
+def test_steps_one_by_one():
+    def timed(method, phases, **fields):
+        times = {"median": 1000.0, "p99": 1049.6, "max": 1200.0, "mean": 1024.0, "p99_of_all": 1390.0}
+        single = {"step_us": times, "step_times_us": [1000.0] * 128}
+        return record(method, 1.0, batch=64, phases=phases, commit="a", **single, **fields)
+
+    records = [
+        timed("eager", "random"),
+        timed("replay", "spread"),
+        timed("replay", "synchronised", shape="super", layers=11, depth_cut=True),
+        timed("replay", "synchronised"),
+    ]
+    figures = "128 | 1,000 | 1,050 | 1,024 | 1.050 | 1.390 | 62,500 | a |"
+    assert e2e_report.step_times(records).splitlines()[2:] == [
+        f"| Nemotron-3-Nano-4B | 42 | 64 | replay | synchronised | {figures}",
+        f"| Nemotron-3-Nano-4B | 42 | 64 | replay | spread | {figures}",
+        f"| Nemotron-3-Nano-4B | 42 | 64 | eager | - | {figures}",
+        f"| Nemotron-3-Super* | 11 (cut) | 64 | replay | synchronised | {figures}",
+    ]

@@ -1,16 +1,21 @@
 """Bytes of a step against counts by hand and against the arrays' true sizes; ring phases in the long run."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.e2e_models import depth_cut, published
+from bench import result_file
+from bench.e2e_models import depth_cut, published, with_head
 from bench.roofline import (
+    DATA_SHEET_FLOPS,
     Ceilings,
     Part,
     bounds,
     bounds_of,
     floor,
+    floor_parts_of,
     histogram,
     phases,
     step_parts,
@@ -162,3 +167,47 @@ def test_a_record_without_bounds_gets_those_of_its_sizes():
     assert bounds_of(record) == expected
     assert bounds_of(record | {"bounds": {"eager": 1.0}}) == {"eager": 1.0}
     assert bounds_of(record | {"window": 1}) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "window", "drafted"),
+    [("eager", 1, {}), ("replay", 1, {}), ("conventional", 4, {}), ("replay", 4, {"drafter": "mtp"})],
+)
+def test_the_floor_of_a_record_is_that_of_its_sizes(method, window, drafted):
+    record = {
+        "shape": "qwen3.5-4b",
+        "layers": 4,
+        "depth_cut": True,
+        "method": method,
+        "batch": 8,
+        "window": window,
+        "accepted": 1.0 if window == 1 else 3.0,
+        "buffer_length": 32,
+        "context": 600,
+        "recurrence": "fp32",
+        "state": "bf16",
+        # As a record may say that was written with other ceilings.
+        "floor_parts_us": {"state": 1.0},
+    }
+    config = depth_cut(published("qwen3.5-4b"), 4)
+    formats = {"recurrence": "fp32", "read": "bf16"}
+    sizes = {"accepted": histogram(window, record["accepted"]), "buffer_length": 32, "context": 600}
+    parts = step_parts(with_head(config) if drafted else config, method, 8, **sizes, **formats)
+    slow = Ceilings(read=1e6, copy=2e6, flops=3e6)
+    expected = {name: part.seconds(slow) * 1e6 for name, part in parts.items()}
+    assert floor_parts_of(record | drafted, slow) == pytest.approx(expected)
+    assert floor_parts_of(record | drafted) != pytest.approx(expected)
+
+
+def test_committed_floors_by_the_measured_ceilings_are_found_again():
+    found = 0
+    for path in result_file.RESULTS.glob("e2e_decode_speedup_*.json"):
+        for record in json.loads(path.read_text())["records"]:
+            if "floor_data_sheet_us" in record:
+                data_sheet = Ceilings(flops=DATA_SHEET_FLOPS)
+                for name, ceilings in (("floor_us", Ceilings()), ("floor_data_sheet_us", data_sheet)):
+                    # The record has the mean context rounded.
+                    again = sum(floor_parts_of(record, ceilings).values())
+                    assert again == pytest.approx(record[name], rel=1e-3)
+                found += 1
+    assert found > 0
