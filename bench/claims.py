@@ -120,7 +120,7 @@ def kernel_speedup(results: Results) -> Answer | None:
     )
 
 
-def with_best_peer(records: Sequence[dict], place: e2e_report.Place, pair: dict[str, dict]) -> str:
+def with_best_peer(records: list[dict], place: e2e_report.Place, pair: dict[str, dict]) -> str:
     """In brackets, the speed-up if the eager step had a peer's kernel that is faster than ours; "" where none
     is. Peers that were not timed at a larger batch are taken from batch 256, as a share of our time."""
     for batch in (place.batch, 256) if place.batch > 256 else (place.batch,):

@@ -198,6 +198,7 @@ def test_a_peer_with_a_faster_eager_kernel_qualifies_the_speedup():
         },
     }
     answer = claims.whole_steps(results, (64, 256, 512))
+    assert answer is not None
     # 24 layers of 25 us, and of a tenth of 510, less.
     had = "x if the eager step had the kernel of fla, 225 us for 250 at batch 256)"
     assert answer.figure == (

@@ -190,9 +190,9 @@ def test_the_floor_of_a_record_is_that_of_its_sizes(method, window, drafted):
         "floor_parts_us": {"state": 1.0},
     }
     config = depth_cut(published("qwen3.5-4b"), 4)
-    formats = {"recurrence": "fp32", "read": "bf16"}
     sizes = {"accepted": histogram(window, record["accepted"]), "buffer_length": 32, "context": 600}
-    parts = step_parts(with_head(config) if drafted else config, method, 8, **sizes, **formats)
+    network = with_head(config) if drafted else config
+    parts = step_parts(network, method, 8, recurrence="fp32", read="bf16", **sizes)
     slow = Ceilings(read=1e6, copy=2e6, flops=3e6)
     expected = {name: part.seconds(slow) * 1e6 for name, part in parts.items()}
     assert floor_parts_of(record | drafted, slow) == pytest.approx(expected)
