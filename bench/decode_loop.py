@@ -143,7 +143,8 @@ def decode_steps(
         tokens, cache, stamps, *state = carry
         position = cache.position
         logits, hidden, cache = step_core(network, tokens, cache)
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        with jax.named_scope("sampling"):
+            best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         cache = commit_core(cache, accepted[step])
         chosen = jnp.take_along_axis(best, accepted[step][:, None] - 1, axis=1)
         if drafter is None:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 from models.config import ModelConfig
 from models.layers.embedding import Embedding
 from models.layers.norm import RMSNorm
+from models.layers.program import run_layers
 from models.layers.residual import entered
 from models.mtp import MTPDrafter, MTPHead
 from replayssm_jax.cache import Cache, LayerSpec, init_cache
@@ -34,12 +35,8 @@ class HybridModel(nnx.Module):
         self, tokens: Int32[Array, "B T"], segment: Segment, layers: tuple | None
     ) -> tuple[Float[Array, "B T D"], tuple]:
         """Hidden states after the final norm, and the layers' caches moved on (layers=None: no cache)."""
-        x = self.embed(tokens)
-        caches = []
-        for index, block in enumerate(self.layers):
-            x, cache = block(x, segment, None if layers is None else layers[index])
-            caches.append(cache)
-        return entered(self.norm, x)[1], tuple(caches)
+        x, caches = run_layers(self.layers, self.embed(tokens), segment, layers)
+        return entered(self.norm, x)[1], caches
 
     def forward(
         self, tokens: Int32[Array, "B T"], lengths: Int32[Array, " B"] | None = None

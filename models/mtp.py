@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from models.layers.norm import RMSNorm
+from models.layers.program import run_layers
 from models.layers.projection import bias_free
 from models.layers.residual import entered
 from replayssm_jax.backend import resolve
@@ -54,11 +55,8 @@ class MTPHead(nnx.Module):
         caches: Caches | None,
     ) -> tuple[Float[Array, "B T D"], Caches]:
         """Normed outputs of T entries from `segment.position` on, and the caches moved on (None: none)."""
-        x, moved = self.join(embedded, hidden), []
-        for index, layer in enumerate(self.layers):
-            x, cache = layer(x, segment, None if caches is None else caches[index])
-            moved.append(cache)
-        return entered(self.norm, x)[1], tuple(moved)
+        x, moved = run_layers(self.layers, self.join(embedded, hidden), segment, caches)
+        return entered(self.norm, x)[1], moved
 
 
 @jax.tree_util.register_dataclass

@@ -230,7 +230,8 @@ def _verify(
     A row that is not active feeds its last token: neither its cursors nor, in an eager cache, its state move.
     """
     position = cache.position
-    proposed, state = drafter.draft(network, state, rows.token, position, rows.prompt, params, drafts)
+    with jax.named_scope("drafts"):
+        proposed, state = drafter.draft(network, state, rows.token, position, rows.prompt, params, drafts)
     proposed = usable(proposed, params.vocab_size)
     # The token after the drafts needs room in the budget too.
     count = jnp.where(rows.active, jnp.clip(rows.remaining - 1, 0, proposed.count), 0)
@@ -238,7 +239,8 @@ def _verify(
     inputs = jnp.concatenate([rows.token[:, None], proposed.tokens], axis=1)
     flushes = rows.active & will_flush(cache, 1 + drafts)
     logits, hidden, cache = step_core(network, inputs, cache, rows.active)
-    verdict = accept(logits, proposed, rows.prompt, position, params)
+    with jax.named_scope("sampling"):
+        verdict = accept(logits, proposed, rows.prompt, position, params)
     count = jnp.where(rows.active, cut_short(verdict.tokens, verdict.count, rows.remaining, params), 0)
     index = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
 

@@ -110,7 +110,11 @@ def _random(
     if segment.seed is None:
         return None
     first = _first_element(state.size // state.shape[0], segment)
-    return row_random(segment.seed, layer.index, start, state.shape[1:], first)
+    return row_random(segment.seed, _index(layer, segment), start, state.shape[1:], first)
+
+
+def _index(layer: RecurrentLayer, segment: "Segment") -> Int32[Array, " B"] | int:
+    return layer.index if segment.layer is None else segment.layer
 
 
 def _first_element(size: int, segment: "Segment") -> Int32[Array, ""] | int:
@@ -127,7 +131,7 @@ def kernel_words(layer: RecurrentLayer, segment: "Segment") -> UInt32[Array, "B 
         return None
     elements = jax.tree.leaves(layer.checkpoint)[0]
     first = _first_element(elements.size // elements.shape[0], segment)
-    words = row_words(segment.seed, layer.index, segment.start)
+    words = row_words(segment.seed, _index(layer, segment), segment.start)
     return jnp.stack([words, jnp.broadcast_to(jnp.asarray(first).astype(jnp.uint32), words.shape)], axis=1)
 
 

@@ -52,7 +52,7 @@ def check_format(name: str, format: str) -> None:
 
 def row_random(
     seed: UInt32[Array, " B"],
-    layer: int,
+    layer: Int32[Array, " B"] | int,
     start: Int32[Array, " B"],
     shape: tuple[int, ...],
     first: Int32[Array, ""] | int = 0,
@@ -71,7 +71,9 @@ def row_random(
     return numerics.hash_on(row_words(seed, layer, start).reshape(row), element)
 
 
-def row_words(seed: UInt32[Array, " B"], layer: int, start: Int32[Array, " B"]) -> UInt32[Array, " B"]:
+def row_words(
+    seed: UInt32[Array, " B"], layer: Int32[Array, " B"] | int, start: Int32[Array, " B"]
+) -> UInt32[Array, " B"]:
     """The hash of all that the random words of a row share."""
     return numerics.hash_uint32(seed, layer, start)
 

@@ -41,6 +41,8 @@ class Segment:
     seed: the rows' seeds where a rewritten checkpoint is rounded stochastically, else None.
     skips: leave out the reads of heads that have forgotten their checkpoint.
     head: entries of a prediction head, which has no recurrences, beside a cache that the GPU kernels serve.
+    layer: index of the layer, for every row, where the rounding is stochastic and one program serves several
+    layers; else None, and the layer's buffers say it.
     """
 
     position: Int32[Array, " B"]
@@ -55,6 +57,7 @@ class Segment:
     seed: UInt32[Array, " B"] | None = None
     skips: bool = static(default=False)
     head: bool = static(default=False)
+    layer: Int32[Array, " B"] | None = None
 
     @property
     def kernels(self) -> bool:
@@ -143,6 +146,7 @@ def step_segment(cache: Cache, tokens: int, active: Bool[Array, " B"] | None = N
     )
 
 
+@jax.named_scope("state_update")
 def recur(
     recurrence: ModuleType,
     layer: Any,

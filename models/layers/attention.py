@@ -43,6 +43,7 @@ def attend(
     return jax.nn.dot_product_attention(q, k, v, mask=mask), layer
 
 
+@jax.named_scope("attention")
 def attend_projected(
     projected: Float[Array, "B T P"],
     parts: AttentionParts,

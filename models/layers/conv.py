@@ -50,6 +50,7 @@ class CausalConv(nnx.Module):
             layer = replace(layer, conv=moved_on)
         return self._weighed([columns[:, tap : tap + tokens] for tap in range(self.taps)]), layer
 
+    @jax.named_scope("convolution")
     def by_group(
         self,
         projected: Float[Array, "B T P"],

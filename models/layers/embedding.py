@@ -17,10 +17,12 @@ class Embedding(nnx.Module):
             (scale * jax.random.normal(rngs.params(), (vocab_size, hidden_size))).astype(dtype)
         )
 
+    @jax.named_scope("embedding")
     def __call__(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the matrix, in its dtype; tokens must lie inside the vocabulary."""
         return jnp.take(self.weight[...], tokens, axis=0)
 
+    @jax.named_scope("lm_head")
     def scores(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
         """Inner products with every row, accumulated and returned in float32."""
         return dot_general(

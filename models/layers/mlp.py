@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -15,6 +16,7 @@ class MLP(nnx.Module):
         linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
         self.up_proj, self.down_proj = linear(size, inner), linear(inner, size)
 
+    @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "B T D"], *, kernels: bool = False) -> Float[Array, "B T D"] | Parts:
         """Returns the dtype of x, or parts where a GPU kernel may serve and does."""
         inner = project(self.up_proj, x, "squared relu", kernels=kernels)
@@ -28,6 +30,7 @@ class GatedMLP(nnx.Module):
         linear = functools.partial(bias_free, dtype=dtype, rngs=rngs)
         self.gate_up_proj, self.down_proj = linear(size, 2 * inner), linear(inner, size)
 
+    @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "B T D"], *, kernels: bool = False) -> Float[Array, "B T D"] | Parts:
         """Returns the dtype of x, or parts where a GPU kernel may serve and does."""
         inner = project(self.gate_up_proj, x, "gated silu", kernels=kernels)

@@ -25,6 +25,7 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
         self.eps, self.offset = eps, offset
 
+    @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Normalises the last axis; returns the dtype of x."""
         scale = self.offset + self.weight[...].astype(jnp.float32)
@@ -38,6 +39,7 @@ class GateThenNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.groups, self.eps = groups, eps
 
+    @jax.named_scope("gated_norm")
     def __call__(
         self, y: Float[Array, "B T D"], projected: Float[Array, "B T P"], *, kernels: bool = False
     ) -> Float[Array, "B T D"]:
@@ -63,6 +65,7 @@ class NormThenGate(nnx.Module):
         self.weight = nnx.Param(jnp.ones((size,), jnp.float32))
         self.eps = eps
 
+    @jax.named_scope("gated_norm")
     def __call__(self, y: Float[Array, "B T H V"], gate: Float[Array, "B T H V"]) -> Float[Array, "B T H V"]:
         """y float32; returns the dtype of the gate."""
         normed = _scaled(rms_normalize(y, self.eps), self.weight[...].astype(jnp.float32))

@@ -47,6 +47,7 @@ class Parts:
     parts: Float32[Array, "S rows D"]
 
 
+@jax.named_scope("in_proj")
 def project(
     linear: nnx.Linear, x: Float[Array, "B T D"], activation: str | None = None, *, kernels: bool
 ) -> Float[Array, "B T E"]:
@@ -55,6 +56,7 @@ def project(
     return _ACTIVATIONS[activation](linear(x)) if served is None else served
 
 
+@jax.named_scope("out_proj")
 def project_out(
     linear: nnx.Linear, x: Float[Array, "B T D"], *, kernels: bool
 ) -> Float[Array, "B T E"] | Parts:

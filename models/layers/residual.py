@@ -24,6 +24,7 @@ def joined(x: Float[Array, "B T D"], y: Float[Array, "B T D"] | Parts) -> Float[
     return Stream(x, y) if isinstance(y, Parts) else x + y
 
 
+@jax.named_scope("norm")
 def entered(
     norm: RMSNorm, x: Float[Array, "B T D"] | Stream
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
