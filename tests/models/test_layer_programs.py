@@ -64,7 +64,9 @@ def test_a_layer_kind_is_lowered_once_whatever_the_depth(family, mode, method):
 
 def words(layer, segment):
     """Its random words as [B, W, C] columns."""
-    return kernel_words(layer, segment)[:, None].astype(jnp.float32)
+    drawn = kernel_words(layer, segment)
+    assert drawn is not None
+    return drawn[:, None].astype(jnp.float32)
 
 
 @jax.tree_util.register_dataclass
