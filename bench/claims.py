@@ -388,26 +388,39 @@ def cells_inside(results: Results) -> Answer | None:
 
 
 def forgetting(results: Results) -> Answer | None:
-    """C15: shares of reads that a bound on what they add would skip."""
+    """C15: shares of reads and writes that `skip_forgotten` leaves out, and times of steps."""
     parts, files = [], []
     for name, records in of_bench(results, "bench.forgotten_heads").items():
         for source in ("trained", "initialised"):
             mine = [r for r in records if r["source"] == source and r["buffer_length"] == 16]
             if mine:
-                low, high = (100 * f(r["bfloat16"] for r in mine) for f in (min, max))
-                exact = 100 * max(r["exact"] for r in mine)
+
+                def span(field: str, mine: list[dict] = mine) -> str:
+                    low, high = (100 * f(r[field] for r in mine) for f in (min, max))
+                    return f"{low:.1f} to {high:.1f} %"
+
+                lost, worst = (max(r[f"{kind}_bfloat16"] for r in mine) for kind in ("error", "worst"))
                 parts.append(
-                    f"{source}: {low:.1f} to {high:.1f} % of reads add less than bfloat16 shows, "
-                    f"{exact:.1f} % at most are exactly 0"
+                    f"{source}: {span('exact')} of reads left out exactly, {span('bfloat16')} by the "
+                    f"bound for bfloat16 (outputs lose {lost:.1e} at most, one head's output at one "
+                    f"step {worst:.2g}); writes {span('write_exact')} and {span('write_bounded')}"
                 )
                 files.append(name)
     for name, records in of_bench(results, "bench.forgotten_reads").items():
-        times = {(r["skip"], r["forgotten"]): r["time_us"] for r in records}
+        times = {(r["skip"], r.get("forgotten")): r["time_us"] for r in records}
         if {("off", 0.0), ("exact", 0.0), ("exact", 0.5)} <= set(times):
             parts.append(
                 f"a layer's step ({records[0]['shape']}, batch {records[0]['batch']}) takes "
                 f"{times['off', 0.0]:.0f} us, with exact skips {times['exact', 0.0]:.0f} us where no head "
                 f"forgets and {times['exact', 0.5]:.0f} us where half do"
+            )
+            files.append(name)
+        for whole in (r for r in records if "forgotten" not in r and r["skip"] == "off"):
+            same = {r["skip"]: r["time_us"] for r in records if r["shape"] == whole["shape"]}
+            parts.append(
+                f"{whole['shape']} cut to {whole['layers']} layers, decays as initialised, batch "
+                f"{whole['batch']}: {same['off']:.0f} us a step, exact {same['exact']:.0f} us, bounded "
+                f"{same['bounded']:.0f} us"
             )
             files.append(name)
     if not parts:

@@ -47,7 +47,7 @@ class Setting:
     "synchronised" (all rows at the same step) or "spread" (as `generate` spreads them). step_times: read the
     device's clock after every step. recurrence, read: formats of replay's checkpoint and of what its outputs
     read. profile: one more dispatch under the profiler, summed by kind of kernel. drafter: "mtp", what
-    proposes the drafts; None: they are made up.
+    proposes the drafts; None: they are made up. skip: `skip_forgotten` of replay.
     """
 
     model: str
@@ -69,6 +69,7 @@ class Setting:
     read: str = "fp32"
     profile: bool = False
     drafter: str | None = None
+    skip: str = "off"
 
     @property
     def config(self) -> ModelConfig:
@@ -104,6 +105,7 @@ class Setting:
             implementation=self.implementation,
             recurrence=self.recurrence,
             read=self.read,
+            skip_forgotten=self.skip,
         )
 
 

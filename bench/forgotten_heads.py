@@ -83,8 +83,10 @@ def left_out(
     batch, length = outputs.shape[:2]
     exactly = replace(layer, reach=None)
 
-    def all_rules(layer: RecurrentLayer, part: Any, reader: Array, segment: Segment) -> tuple:
-        """By reads and folds, and the reach, of each rule."""
+    Found = tuple[Bool[Array, "B H"], Bool[Array, "B H"], Any]
+
+    def all_rules(layer: RecurrentLayer, part: Any, reader: Array, segment: Segment) -> dict[str, Found]:
+        """Of each rule the heads left out by a fold and by reads, and the reach."""
         call = functools.partial(forgotten, recurrence, inputs=part, heads=heads, segment=segment)
         rules = {"exact": (exactly, reader), "float32": (layer, reader)}
         rules["bfloat16"] = layer, reader.astype(jnp.bfloat16)

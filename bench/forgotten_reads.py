@@ -1,4 +1,4 @@
-"""What it saves to leave out the reads of heads that have forgotten: one layer, step after step.
+"""What it saves to leave out the reads of heads that have forgotten, step after step.
 
 A layer of a published size with random inputs decodes one token a step, rows spread over the cycle, so that
 all flush once in L steps. A share of its heads decays by e^-200 a token and the others by e^-0.01, evenly
@@ -7,12 +7,16 @@ mixed. Records: `skip` ("off", "exact", "bounded", as in `ReplayConfig`), `forgo
 repeats: with the small programs that find out which heads to leave out, and one that reads the clock.
 `spread_us`: percentiles 10 and 90 over the steps.
 
+With `--models` also decode steps of depth cuts, with random weights whose decays are as the families
+initialise them: records of `bench.e2e_decode_speedup` with `skip`, repeats of the three ways in turns.
+
     python -m bench.forgotten_reads --shapes super q122
 """
 
 import argparse
 import dataclasses
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import result_file
+from bench import decode_loop, result_file
 from bench.device_clock import nanoseconds
+from bench.e2e_models import CUT_LAYERS
 from bench.kernel_layer import draw
 from bench.processes import turn
 from bench.shapes import SHAPES, Shape
@@ -129,11 +134,35 @@ class Run:
         return np.stack(found[1:])
 
 
+def model_steps(name: str, batch: int, repeats: int) -> list[dict]:
+    """Records of a depth cut's decode step, a way of skipping each."""
+
+    def prepare(skip: str) -> decode_loop.Run:
+        setting = decode_loop.Setting(
+            model=name,
+            layers=CUT_LAYERS[name],
+            batch=batch,
+            method="replay",
+            phases="spread",
+            dispatches=4,
+            skip=skip,
+        )
+        return decode_loop.Run(setting)
+
+    with ThreadPoolExecutor() as pool:
+        runs = list(pool.map(prepare, SKIPS))
+    # The first repeat allocates, and fills rings.
+    times = [[run.repeat() for run in runs] for _ in range(repeats + 1)][1:]
+    parts = zip(SKIPS, runs, zip(*times, strict=True), strict=True)
+    return [run.record(list(seconds)) | {"skip": skip} for skip, run, seconds in parts]
+
+
 def line(record: dict) -> str:
     """A record as a line of text."""
+    heads = f"{100 * record['forgotten']:.0f} % of the heads forget" if "forgotten" in record else "a model"
     return (
         f"{record['shape']:11} batch {record['batch']:4} skip {record['skip']:8} "
-        f"{100 * record['forgotten']:3.0f} % of the heads forget: {record['time_us']:7.1f} us a step"
+        f"{heads}: {record['time_us']:7.1f} us a step"
     )
 
 
@@ -142,7 +171,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["super", "q122"])
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["super", "q122"])
+    parser.add_argument("--models", nargs="+", choices=CUT_LAYERS, default=[])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75])
     parser.add_argument("--steps", type=int, default=64, help="steps of a repeat")
@@ -181,6 +211,12 @@ def main() -> None:
                     print(line(record), flush=True)
                     result["records"].append(record)
             result_file.write(result, options.out)
+    for name in options.models:
+        with turn(options.lock):
+            records = model_steps(name, options.batch, options.repeats)
+        print(*map(line, records), sep="\n", flush=True)
+        result["records"] += records
+        result_file.write(result, options.out)
 
 
 if __name__ == "__main__":

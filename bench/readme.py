@@ -1,7 +1,8 @@
 """Tables of README.md and bench/RESULTS.md from result files.
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`; `bench.kernel_report`,
-`bench.e2e_report` and `bench.drift_report` give the names. A table without records stays as it is.
+`bench.e2e_report`, `bench.drift_report` and `bench.forgotten_report` give the names. A table without records
+stays as it is.
 
     python -m bench.readme
 """
@@ -10,7 +11,7 @@ import argparse
 import re
 from pathlib import Path
 
-from bench import drift_report, e2e_report, kernel_report, result_file
+from bench import drift_report, e2e_report, forgotten_report, kernel_report, result_file
 
 DOCUMENTS = result_file.RESULTS.parent.parent / "README.md", result_file.RESULTS.parent / "RESULTS.md"
 BLOCK = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
@@ -21,7 +22,9 @@ def tables(folder: Path = result_file.RESULTS) -> dict[str, str]:
     files = sorted(folder.glob("*.json"))
     kernels = e2e_report.read(files, "bench.kernel_decode")
     drift = e2e_report.read(files, "bench.precision_drift")
-    return kernel_report.tables(kernels) | e2e_report.tables(files) | drift_report.tables(drift)
+    forgotten = (e2e_report.read(files, f"bench.forgotten_{part}") for part in ("heads", "reads"))
+    made = kernel_report.tables(kernels) | e2e_report.tables(files) | drift_report.tables(drift)
+    return made | forgotten_report.tables(*forgotten)
 
 
 def filled(text: str, made: dict[str, str]) -> str:
