@@ -67,9 +67,16 @@ def step_of(index: Array, fold: int, batch: int) -> Segment:
     def every(value: Any) -> Array:
         return jnp.full((batch,), value, jnp.int32)
 
-    cursors = {"fold": every(fold), "start": every(fold), "length": every(index - fold)}
-    position = every(index)
-    return Segment(position=position, lengths=every(1), **cursors, plan=None, mode="step", tokens=1)
+    return Segment(
+        position=every(index),
+        lengths=every(1),
+        fold=every(fold),
+        start=every(fold),
+        length=every(index - fold),
+        plan=None,
+        mode="step",
+        tokens=1,
+    )
 
 
 def left_out(
@@ -83,16 +90,16 @@ def left_out(
     batch, length = outputs.shape[:2]
     exactly = replace(layer, reach=None)
 
-    Found = tuple[Bool[Array, "B H"], Bool[Array, "B H"], Any]
-
-    def all_rules(layer: RecurrentLayer, part: Any, reader: Array, segment: Segment) -> dict[str, Found]:
+    def all_rules(
+        layer: RecurrentLayer, part: Any, reader: Array, segment: Segment
+    ) -> dict[str, tuple[Array, Array, Any]]:
         """Of each rule the heads left out by a fold and by reads, and the reach."""
         call = functools.partial(forgotten, recurrence, inputs=part, heads=heads, segment=segment)
         rules = {"exact": (exactly, reader), "float32": (layer, reader)}
         rules["bfloat16"] = layer, reader.astype(jnp.bfloat16)
         return {name: call(layer, reader=reader) for name, (layer, reader) in rules.items()}
 
-    def step(reach: Reach, index: Array) -> tuple[Reach, dict[str, Array]]:
+    def step(reach: Any, index: Array) -> tuple[Any, dict[str, Array]]:
         part = jax.tree.map(
             lambda field: jax.lax.dynamic_slice_in_dim(field, index, 1, token_axis(field)), inputs
         )
