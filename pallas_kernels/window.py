@@ -28,6 +28,7 @@ from pallas_kernels.fold import claim, synchronise
 from pallas_kernels.launch import TILE, LaunchParameters, flushes_beside, mosaic_gpu
 from pallas_kernels.packing import pack_readers, reader_parts
 from pallas_kernels.pipeline import (
+    CTA_SHARED_BYTES,
     SMS,
     Geometry,
     Group,
@@ -194,14 +195,16 @@ def stream_window(
         def stages_or_work(stages: int) -> Any:
             return earlier.and_stages(plgpu, staged(stages)) if earlier else staged(stages)
 
-        sizes = fit(
-            deeper, lambda stages: shared_bytes((scratch, stages_or_work(stages), waiting(stages, SMS)))
-        )
+        sizes = fit(deeper, lambda stages: needed(scratch, stages_or_work, stages))
         return scratch, earlier, stages_or_work, sizes
 
+    def needed(scratch: dict, stages_or_work: Callable[[int], Any], stages: int) -> int:
+        return shared_bytes((scratch, stages_or_work(stages), waiting(stages, SMS)))
+
     def costs(arrangement: tuple) -> tuple:
-        _, earlier, _, sizes = arrangement
-        return sizes, earlier and earlier.work.workers
+        scratch, earlier, stages_or_work, sizes = arrangement
+        fits = needed(scratch, stages_or_work, sizes[1]) <= CTA_SHARED_BYTES
+        return sizes, earlier and earlier.work.workers, fits
 
     # The next group's copies come during the work on this one where neither stages nor workers go for that.
     once, twice = arranged(1), arranged(2) if apart else None

@@ -86,6 +86,12 @@ def test_kernels_lower_to_cuda_with_float32_inputs(name):
     lower(name, 1, activation=jnp.float32)
 
 
+def test_float32_inputs_and_a_long_ring_leave_no_room_for_copies_of_two_groups(monkeypatch):
+    small = Shape(recurrence="gated_delta", groups=2, heads=4, head_dim=64, d_state=128)
+    monkeypatch.setitem(SHAPES, "small", small)
+    lower("small", 1, batch=4, length=32, activation=jnp.float32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("state", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["super", "q122"])
