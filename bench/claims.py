@@ -416,7 +416,8 @@ def forgetting(results: Results) -> Answer | None:
             )
             files.append(name)
         for whole in (r for r in records if "forgotten" not in r and r["skip"] == "off"):
-            same = {r["skip"]: r["time_us"] for r in records if r["shape"] == whole["shape"]}
+            models = (r for r in records if "forgotten" not in r and r["shape"] == whole["shape"])
+            same = {r["skip"]: r["time_us"] for r in models}
             parts.append(
                 f"{whole['shape']} cut to {whole['layers']} layers, decays as initialised, batch "
                 f"{whole['batch']}: {same['off']:.0f} us a step, exact {same['exact']:.0f} us, bounded "

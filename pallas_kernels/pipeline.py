@@ -275,7 +275,8 @@ class Recurrence:
     scalars: number of float32 [B, R, H] rings. head_constants: number of float32 [H] rows of the constants
     array. shared_reader: the reader z is the group's own (kept in the activation dtype), else `coefficients`
     writes it. coefficients(context): fills context.weights, context.scale (shared_reader) or context.readers
-    from one group's data. apart: it runs in a warpgroup of its own, one group ahead of the tiles.
+    from one group's data. apart: it runs in a warpgroup of its own, up to two groups ahead of the tiles;
+    ValueError with a shared reader or with constants, which are not kept for so many groups.
     compact: with exact products it reads keys and scalars of the slots in use alone and gives weights of
     the group's heads alone.
     scratch(plgpu, geometry, exact): extra SMEM buffers of `coefficients`. check(geometry): raises
@@ -290,6 +291,11 @@ class Recurrence:
     check: Callable[[Geometry], None] = lambda geometry: None
     apart: bool = False
     compact: bool = False
+
+    def __post_init__(self):
+        # The next group's copies would overwrite what this one's tiles or coefficients still read.
+        if self.apart and (self.shared_reader or self.head_constants):
+            raise ValueError("Coefficients apart from the tiles allow neither a shared reader nor constants.")
 
 
 @dataclasses.dataclass

@@ -38,7 +38,8 @@ class ReplayConfig:
 
     skip_forgotten: leave out reads of the checkpoint of heads that have decayed so far since that it no
         longer shows (see `forgotten`): "exact" where outputs and checkpoints keep their bits, "bounded" also
-        where what is lost is below 2^-9 (16-bit activations) or 2^-25 of the head's output.
+        where what a read adds is below 2^-9 (16-bit activations) or 2^-25 of the head's output when it last
+        flushed, and what a flush drops below 2^-25 of every new row.
 
     Raises ValueError for sizes below 1, for buffer_length < window, for an unknown implementation, format,
     rounding or way of skipping, and for formats that make no sense together.

@@ -1,5 +1,6 @@
 """Every kernel lowers to CUDA at the published shapes on a machine without a GPU (jax >= 0.11.2)."""
 
+import dataclasses
 import functools
 import math
 
@@ -125,6 +126,12 @@ def test_small_chunks_divide_a_group():
 
     assert [chunk_tiles(tiles, 4, 100) for tiles in (1, 2, 6, 7, 8, 15, 16)] == [1, 2, 6, 7, 4, 5, 4]
     assert [chunk_tiles(16, 4, share) for share in (0, 1, 2, 3)] == [1, 1, 2, 4]
+
+
+@pytest.mark.parametrize("change", [{"shared_reader": True}, {"head_constants": 1}])
+def test_coefficients_apart_share_neither_reader_nor_constants_with_the_tiles(change):
+    with pytest.raises(ValueError, match="neither a shared reader nor constants"):
+        dataclasses.replace(cases.KERNELS["gated_delta"].KERNELS.window_rule, **change)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import replayssm_jax as rs
+from replayssm_jax import cache_io, forgotten
 from replayssm_jax import flush as flush_module
-from replayssm_jax import forgotten
 from replayssm_jax import replay as replay_module
 from replayssm_jax.cache import RecurrentSpec, init_cache
 from replayssm_jax.config import ReplayConfig
@@ -234,6 +234,25 @@ def test_what_is_known_of_a_checkpoint_moves_with_its_row(tmp_path):
     assert (np.asarray(moved.layers[0].reach.largest) >= largest * (1 - 1e-5)).all()
     cleared = rs.reset(cache, np.array([1])).layers[0].reach
     assert not np.asarray(cleared.largest)[1].any() and np.asarray(cleared.largest)[0].all()
+
+
+def test_a_cache_saved_before_rows_were_bounded_knows_nothing_of_them(tmp_path, monkeypatch):
+    spec = RecurrentSpec(
+        recurrence="gated_delta", heads=2, groups=2, head_dim=4, d_state=4, conv_channels=1, conv_kernel=2
+    )
+    method = ReplayConfig(implementation="xla", skip_forgotten="bounded")
+    cache = init_cache((spec,), (RECURRENCES["gated_delta"].Heads(),), 1, 8, replay=method, dtype=jnp.float32)
+    known = jax.tree.map(jnp.ones_like, cache.layers[0].reach)
+    cache = replace(cache, layers=(replace(cache.layers[0], reach=known),))
+    arrays = cache_io._layer_arrays
+    monkeypatch.setattr(
+        cache_io,
+        "_layer_arrays",
+        lambda layer: {name: x for name, x in arrays(layer).items() if name != "reach.least"},
+    )
+    rs.save_cache(cache, tmp_path / "cache")
+    reach = rs.restore_cache(tmp_path / "cache").layers[0].reach
+    assert np.asarray(reach.added).all() and not np.asarray(reach.least).any()
 
 
 def test_a_way_of_skipping_is_checked():
