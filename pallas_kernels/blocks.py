@@ -162,7 +162,7 @@ class Products(Fragments):
 
 
 def scaled(halves: list, factors: list) -> list:
-    """Columns of rows g and g + 8 times a factor each."""
+    """Columns of rows g and, where they are given, g + 8 times a factor each."""
     return [[x * f for x in four] for four, f in zip(halves, factors, strict=True)]
 
 
